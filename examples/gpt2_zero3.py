@@ -211,6 +211,8 @@ def parallelise(
     if options.optimizer == "adamw":
         settings["fused"] = True
     if options.zero == 0:
+        if options.optimizer == "lamb":
+            settings["mesh"] = mesh  # >>> a norm is of a whole parameter, also if it is cut over tp
         # >>> DDP: gradients are averaged during backward, and sent with fewer bytes where --compress says how
         wrapped = mpidl.DistributedDataParallel(model, mesh=mesh, compress=options.compress)
         return wrapped, optimizer_class(groups, **settings), wrapped.no_sync

@@ -160,14 +160,17 @@ class _BeginsRegion:
     def __init__(self, tp: TensorParallel, part: Part, dropouts: Dropouts | None) -> None:
         self._tp, self._part, self._dropouts = tp, part, dropouts
 
-    @uncompiled
     def __call__(self, layer: nn.Module, args: Any, output: torch.Tensor) -> None:
         if layer.training:
-            self._tp.part = self._part
-            if self._tp.region_length is None and (self._dropouts is None or self._dropouts):
-                self._tp.begin_stream(output.device, of_region=True)
-            if self._dropouts is None and output.requires_grad:
-                output.register_hook(self._end)
+            self._begin(output)
+
+    @uncompiled
+    def _begin(self, output: torch.Tensor) -> None:
+        self._tp.part = self._part
+        if self._tp.region_length is None and (self._dropouts is None or self._dropouts):
+            self._tp.begin_stream(output.device, of_region=True)
+        if self._dropouts is None and output.requires_grad:
+            output.register_hook(self._end)
 
     def _end(self, gradient: torch.Tensor) -> None:
         self._tp.end_region()

@@ -39,10 +39,15 @@ class Part:
 
 @dataclass(frozen=True)
 class HeadsHere(Part):
-    """Heads of an attention. heads: those of this rank, of `all_heads`."""
+    """Heads of an attention.
+
+    heads: those of this rank, of `all_heads`.
+    widths: of a head's queries, keys and values.
+    """
 
     heads: Run
     all_heads: int
+    widths: tuple[int, ...]
 
     def cut(self, shape: Sequence[int], dim: int | None = None) -> Cut:
         """Finds heads in dimension 1 of four, or in `dim`; else in the last one, in a row."""
@@ -51,10 +56,10 @@ class HeadsHere(Part):
             dim = 1
         if dim is not None and shape[dim] == here:
             return self._extend(shape, dim, self.all_heads, [self.heads])
-        if dim is None and shape[-1] % here == 0:
-            width = shape[-1] // here
+        width = shape[-1] // here
+        if dim is None and width in self.widths and shape[-1] % here == 0:
             return self._extend(shape, -1, self.all_heads * width, [in_elements(self.heads, width)])
-        raise self._refuse(shape, f"[batch, {here} heads, q, k], or a multiple of {here} last")
+        raise self._refuse(shape, f"[batch, {here} heads, q, k], or {here} heads in a row last")
 
 
 @dataclass(frozen=True)

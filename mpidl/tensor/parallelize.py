@@ -199,14 +199,18 @@ def _refuse_ties(model: nn.Module, found: Found) -> None:
 
 
 def _refuse_unsummed(model: nn.Module, found: Found, tp: TensorParallel) -> None:
-    """Raises ConfigurationError for a parameter in a list of blocks on pieces of sequences that no style knows."""
+    """Raises ConfigurationError for a parameter that computes on pieces of sequences and that no style sums.
+
+    It looks at the list of blocks, and at the last module on pieces, such as a norm.
+    """
     begins = {
         name.rpartition(".")[0] for name, _, styles in found if any(isinstance(s, SequenceBegins) for s in styles)
     }
     lists = [at for at in begins if isinstance(model.get_submodule(at), nn.ModuleList | nn.Sequential)]
+    last = [name for name, _, styles in found if any(isinstance(s, SequenceEnds) for s in styles)]
     for name, module in model.named_modules() if tp.sequence_parallel else ():
         own = dict(module.named_parameters(recurse=False))
-        inside = any(name.startswith(f"{at}.") for at in lists)
+        inside = any(name.startswith(f"{at}.") for at in lists) or name in last
         if inside and all(placement(p).cut is None for p in own.values()):
             left = next((key for key, p in own.items() if p not in tp.summed), None)
             if left is not None:

@@ -71,19 +71,18 @@ class AttentionParallel:
         query = number(name, module, self.heads)
         key = number(name, module, self.key_heads) if self.key_heads else query
         heads = cut_heads(f"plan: {name}", query, key, tp.ranks, tp.rank)
-        if self.fused:
-            self._cut_fused(name, module, tp, heads)
-        else:
-            self._cut_single(name, module, tp, heads)
+        widths = self._cut_fused(name, module, tp, heads) if self.fused else self._cut_single(name, module, tp, heads)
         output = child(name, module, self.output)
         width = _width(f"{name}.{self.output}", sizes_of(f"{name}.{self.output}", output)[0], query)
         make_row(output, tp, [in_elements(heads.query, width)])
         self._change_attributes(name, module, tp, heads)
-        part = HeadsHere(name, heads.query, heads.all_query)
+        part = HeadsHere(name, heads.query, heads.all_query, (width, *widths))
         copies = not self.each and (not self.fused or self.whole_input)
-        _begin_region(name, module, self, self.memory, tp, copies=copies, part=part)
+        layers = (self.fused,) if self.fused else (self.query, self.key, self.value)
+        _begin_region(name, module, self, self.memory, tp, layers=() if copies else layers, part=part)
 
-    def _cut_fused(self, name: str, module: nn.Module, tp: TensorParallel, heads: Heads) -> None:
+    def _cut_fused(self, name: str, module: nn.Module, tp: TensorParallel, heads: Heads) -> list[int]:
+        """Returns the width of a head, and of all that a head has in the weight."""
         layer = child(name, module, self.fused)
         if heads.all_key < tp.ranks:  # some rank shares a head: this one need not
             raise ConfigurationError(
@@ -96,15 +95,18 @@ class AttentionParallel:
             if heads.all_key != heads.all_query:
                 raise ConfigurationError(f"plan: {name}.{self.fused}: interleaved heads need one key/value head each")
             make_column(layer, tp, [in_elements(heads.query, 3 * width)], copies_input=not self.whole_input)
-            return
+            return [width, 3 * width]
         starts = (0, heads.all_query * width, (heads.all_query + heads.all_key) * width)
         runs = [
             in_elements(run, width, start)
             for run, start in zip((heads.query, heads.key, heads.key), starts, strict=True)
         ]
         make_column(layer, tp, runs, copies_input=not self.whole_input)
+        return [width]
 
-    def _cut_single(self, name: str, module: nn.Module, tp: TensorParallel, heads: Heads) -> None:
+    def _cut_single(self, name: str, module: nn.Module, tp: TensorParallel, heads: Heads) -> list[int]:
+        """Returns the widths of a head's queries, keys and values."""
+        widths = []
         for layer_name, run, count in (
             (self.query, heads.query, heads.all_query),
             (self.key, heads.key, heads.all_key),
@@ -112,12 +114,14 @@ class AttentionParallel:
         ):
             layer = child(name, module, layer_name)
             width = _width(f"{name}.{layer_name}", sizes_of(f"{name}.{layer_name}", layer)[1], count)
+            widths.append(width)
             shared = layer_name != self.query and heads.all_key < tp.ranks
             first = not shared or heads.sharers[0] == tp.rank
             make_column(layer, tp, [in_elements(run, width)], copies_input=self.each, counted=first)
             if shared:
                 for part in (base_of(layer), *(b for _, b in adapters(layer))):
                     tp.sum_gradients(part, heads, if_in_pieces=False)
+        return widths
 
     def _change_attributes(self, name: str, module: nn.Module, tp: TensorParallel, heads: Heads) -> None:
         for attributes, whole, here in (
@@ -176,7 +180,7 @@ class FeedForwardParallel:
             make_column(layer, tp, runs, copies_input=alone)
         make_row(output, tp, [run_of(features, tp.ranks, tp.rank)])
         part = FeaturesHere(name, segments([features] * self.segments, tp.ranks, tp.rank), features * self.segments)
-        _begin_region(name, module, self, None, tp, copies=not alone, part=part)
+        _begin_region(name, module, self, None, tp, layers=self.inputs if alone else (), part=part)
 
 
 def _begin_region(
@@ -186,16 +190,22 @@ def _begin_region(
     memory: str | None,
     tp: TensorParallel,
     *,
-    copies: bool,
+    layers: tuple[str, ...],
     part: Part,
 ) -> None:
-    """Lets a style's inner module be the region; where that is a layer, it goes on to the row-parallel one."""
+    """Lets a style's inner module be the region; where that is a layer, it goes on to the row-parallel one.
+
+    layers: names of those that copy the region's input each by itself, behind which it begins; what comes before, such
+        as a dropout of the input, is the same on all ranks. None where the region copies it.
+    """
     inner = submodule(name, module, style.inner)
-    if style.inner and kind_of(inner) is not None and not copies:
+    if style.inner and kind_of(inner) is not None and layers:
         around = submodule(name, module, style.inner.rpartition(".")[0])
         begin_regions(inner, tp, part, Dropouts(around))
-    else:
-        Region(joined(name, style.inner), inner, tp, style.input, memory, copies=copies, part=part)
+        return
+    region = Region(joined(name, style.inner), inner, tp, style.input, memory, copies=not layers, part=part)
+    for layer in layers:
+        begin_regions(child(name, module, layer), tp, part, region.dropouts)
 
 
 def joined(name: str, inner: str) -> str:

@@ -211,7 +211,7 @@ class Region:
             )
         self._tp, self._copies, self._part = tp, copies, part
         tp.regions.append(name)
-        self._dropouts = Dropouts(module)
+        self.dropouts = Dropouts(module)
         self._input = Argument(module, input)
         named = memory is not None and memory in inspect.signature(module.forward).parameters
         self._memory = Argument(module, memory) if named and memory is not None else None
@@ -227,9 +227,9 @@ class Region:
             memory = None if self._memory is None else self._memory.of(args, kwargs)
             if self._memory is not None and torch.is_tensor(memory):
                 args, kwargs = self._memory.replaced(args, kwargs, copy_to_region(memory, tp.group))
-        tp.part = self._part
-        if module.training and self._dropouts and not tp.has_pieces(x):
-            tp.begin_stream(x.device, of_region=True)
+            tp.part = self._part
+            if module.training and self.dropouts and not tp.has_pieces(x):
+                tp.begin_stream(x.device, of_region=True)
         try:
             return forward(*args, **kwargs)
         finally:

@@ -67,7 +67,7 @@ def test_the_vocabulary_may_lie_in_dimension_1(comm: Communicator, shape: tuple[
     torch.testing.assert_close(part.grad, part_of_gradient(comm, whole))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 13])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 13, 50257])
 def test_vocabularies_that_the_ranks_do_not_divide(comm: Communicator, tokens: int) -> None:
     """Also ranks without any token."""
     whole = random_logits(6, tokens)

@@ -12,7 +12,7 @@ from torch import nn
 
 import mpidl
 from collectives import Communicator
-from mpidl import Mesh
+from mpidl import ConfigurationError, Mesh
 from mpidl.mesh import Cut
 from mpidl.tensor import ColumnParallel, RowParallel, SequenceBegins, SequenceEnds, SequenceParallel, VocabParallel
 from mpidl.tensor import dropout as by_index
@@ -63,6 +63,16 @@ PLAN: Any = {
     "blocks.*.norm": SequenceParallel(),
     "blocks.-1": SequenceEnds(),
 }
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_last_norm_on_pieces_whose_gradients_nothing_sums_is_refused(comm: Communicator) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), nn.LayerNorm(4))
+    plan = {"0.0": ColumnParallel(), "0.1": RowParallel(), "0": SequenceBegins("input"), "1": SequenceEnds()}
+    with Mesh(tp=comm.size, comm=comm) as mesh, pytest.raises(ConfigurationError, match=r"1\.weight computes"):
+        mpidl.parallelize(model, mesh, plan, sequence_parallel=True)
+
+
 TAKES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "all": lambda hidden, x: hidden,
     "rows": lambda hidden, x: hidden.reshape(-1, WIDTH),

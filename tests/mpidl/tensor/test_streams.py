@@ -20,6 +20,7 @@ from mpidl import Mesh, TrainingError
 from mpidl.checkpoint import load, save
 from mpidl.job.objects import all_gather_object
 from mpidl.models import gpt2
+from mpidl.tensor import FeedForwardParallel
 from mpidl.tensor.tensor_parallel import Dropouts
 from tests.mpidl.tensor.reference import all_in_float64, loss_of, tokens, train
 from tests.mpidl.tensor.with_dropout import REGIONS_OF_LAYERS, build, seeded
@@ -310,6 +311,37 @@ def test_a_region_that_begins_at_a_layer_has_streams_up_to_its_end(comm: Communi
     assert not torch.equal(inside[0][:count], inside[1][:count])
     assert all(torch.equal(mask, behind[0]) for mask in behind)
     assert all(torch.equal(other, outputs[0]) for other in outputs)
+
+
+class DropsItsInput(nn.Module):
+    """A feed-forward network, the module that is cut, which drops elements of its input first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.up, self.down = nn.Dropout(0.5), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.relu(self.up(self.drop(x))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("plan", ["auto", {"0": FeedForwardParallel(("up",), "down", input="x")}], ids=["auto", "plan"])
+def test_a_dropout_of_the_input_in_a_region_is_the_same_on_all_ranks(comm: Communicator, plan: Any) -> None:
+    """The sum of the input's gradient is behind it, in the layer."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(DropsItsInput()).double(), torch.randn(3, 5, 8, dtype=torch.float64)
+    whole, ours, theirs = copy.deepcopy(model), x.clone().requires_grad_(), x.clone().requires_grad_()
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        mpidl.parallelize(model, mesh, plan)
+        with Masks() as masks:
+            y = seeded(lambda: model(ours))
+        y.square().sum().backward()
+        assert _states_agree(comm)
+    network = whole[0]
+    expected = network.down(F.relu(network.up(theirs * masks.kept[0] * 2)))
+    expected.square().sum().backward()
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 class Network(nn.Module):
