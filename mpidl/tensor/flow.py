@@ -14,20 +14,23 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
 from .forward_wrapper import has_own_forward
-from .source import NUMBERS, Method, methods_of
+from .source import NUMBERS, Method, methods_of, read_function
 
 Judge = Callable[[nn.Module, ast.expr], bool]  # of an expression in a module's source
 
 _SIZES = ("shape", "size", "numel")
+_KNOWN_BY_NAME = ("torch", "transformers", "einops")  # whose functions do what their names say; others are read
 _TAKES_SIZES = re.compile(
     r"view|reshape|unflatten|expand|repeat\w*|rearrange|(?:tensor_)?split|chunk|(?:new_)?(?:zeros|ones|empty|full)|narrow|"
     r"_?shape|\w*heads\w*"
@@ -245,11 +248,28 @@ def called_by(module: nn.Module, call: ast.Call) -> nn.Module | Method | str:
         name = getattr(found, "__name__", "")
         own = of_self and getattr(found, "__self__", module) is module
         return next((method for method in methods_of(module) if own and method.name == name), name)
+    function = None if of_self else _function(module, call.func)
+    if function is not None and function.__module__.partition(".")[0] not in _KNOWN_BY_NAME:
+        return read_function(function)
     if isinstance(call.func, ast.Attribute) and not of_self:
         of = ast.unparse(call.func.value).rpartition(".")[2]
         is_function = call.func.attr == "apply"  # of a torch.autograd.Function
         return of.lower().removesuffix("function") if is_function else call.func.attr
     return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def _function(module: nn.Module, node: ast.expr) -> FunctionType | None:
+    """Returns the function that a name stands for in the source of a module's class; None for others."""
+    if isinstance(node, ast.Attribute) and not isinstance(node.value, ast.Name | ast.Attribute):
+        return None
+    for cls in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
+        found: Any = vars(sys.modules.get(cls.__module__, sys))
+        for number, part in enumerate(ast.unparse(node).split(".")):
+            is_namespace = isinstance(found, dict | ModuleType | type)
+            found = (found.get(part) if number == 0 else getattr(found, part, None)) if is_namespace else None
+        if isinstance(found, FunctionType):
+            return found
+    return None
 
 
 def _reached(module: nn.Module, node: ast.expr) -> Any:
@@ -301,11 +321,43 @@ def is_size_alone(method: Method, attribute: str) -> bool:
     attribute: of self, such as "num_heads" or "config.hidden_size". What computes with it as a number, or gives it to
     functions that are not known to take sizes, needs the whole one.
     """
+    return _are_sizes(method, lambda node: isinstance(node, ast.Attribute) and ast.unparse(node) == f"self.{attribute}")
+
+
+def are_heads_sizes(method: Method, whole: Collection[str] = (), end: str = "") -> bool:
+    """Tells whether a method takes the heads in a tensor's shape for a size alone.
+
+    They stand in dimension 1 of four, where `q.shape[1]` or `b, h, t, d = q.shape` reads them, and before a transpose
+    in dimension 2.
+
+    whole: variables without heads, of which dimension 1 is the time.
+    end: a function that returns such.
+    """
+    assert method.tree is not None
+    unpacked: set[str] = set()
+    others = set(whole)
+    for node in ast.walk(method.tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == end:
+            others |= {ast.unparse(target) for target in node.targets}
+        if isinstance(node, ast.Assign) and re.search(r"\.(?:shape|size\(\))$", ast.unparse(node.value)):
+            names = node.targets[0].elts if isinstance(node.targets[0], ast.Tuple) else []
+            unpacked |= {name.id for name in names[1:3] if len(names) == 4 and isinstance(name, ast.Name)}
+
+    def begins(node: ast.AST) -> bool:
+        if isinstance(node, ast.Name):
+            return isinstance(node.ctx, ast.Load) and node.id in unpacked
+        found = re.fullmatch(r"(.+)\.(?:shape\[(?:1|-3)\]|size\((?:1|-3)\))", ast.unparse(node), re.DOTALL)
+        is_one = isinstance(node, ast.Subscript | ast.Call) and found is not None
+        return is_one and found is not None and found[1] not in others
+
+    return _are_sizes(method, begins)
+
+
+def _are_sizes(method: Method, begins: Callable[[ast.AST], bool]) -> bool:
+    """Tells whether the expressions that `begins` chooses, and the variables that hold them, are sizes alone."""
     assert method.tree is not None
     parents = {child: node for node in ast.walk(method.tree) for child in ast.iter_child_nodes(node)}
-    left: list[ast.expr] = [
-        n for n in parents if isinstance(n, ast.Attribute) and ast.unparse(n) == f"self.{attribute}"
-    ]
+    left: list[ast.AST] = [node for node in parents if begins(node)]
     followed: set[str] = set()
     while left:
         node: ast.AST = left.pop()

@@ -15,6 +15,7 @@ import textwrap
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cache
+from types import FunctionType
 
 from torch import nn
 
@@ -76,6 +77,16 @@ def run_by(module: nn.Module, start: str = "forward") -> list[Method]:
         running.update(calls)
         calls = [call for method in methods if f"self.{method.name}" in running for call in method.calls]
     return [method for method in methods if f"self.{method.name}" in running]
+
+
+@cache
+def read_function(function: FunctionType) -> Method | str:
+    """Reads a function; "" where there is no source."""
+    try:
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return ""
+    return _read(node, function.__module__) if isinstance(node, ast.FunctionDef) else ""
 
 
 @cache

@@ -17,12 +17,13 @@ import re
 from collections import Counter
 from collections.abc import Collection
 from functools import partial
+from itertools import chain, pairwise
 from typing import Any
 
 from torch import nn
 
 from ..errors import ConfigurationError
-from .flow import Flow, Judge, called_by, dim_of, flow_in, follow, is_size_alone
+from .flow import Flow, Judge, are_heads_sizes, called_by, dim_of, flow_in, follow, is_size_alone
 from .forward_wrapper import has_own_forward
 from .linear import kind_of, sizes_of
 from .regions import AttentionParallel, FeedForwardParallel
@@ -62,6 +63,11 @@ _ON_HEADS = re.compile(
     r"repeat\w*|rearrange|chunk|split|unbind|cat|concat|stack|size|numel|matmul|bmm|baddbmm|einsum|"
     r"(?:log_|_safe_)?softmax|tril|triu|update|copy|masked_\w+|"
     r"(?!\w*(?:norm|mean|pool|conv))\w*(?:attention|attn|rotary|rope|rotate|heads)\w*"
+)
+
+_CUTS = re.compile(r"chunk|(?:tensor_)?split|unbind|narrow|select|index_select|cat|concat|flip|roll")  # a dimension
+_REPEATS = re.compile(  # of each key/value head behind itself, for the query heads of its group
+    r"repeat_interleave|repeat_kv|enable_gqa|num_key_value_groups|\[:, :, None|unsqueeze\((?:dim=)?(?:2|-3)\)"
 )
 
 Recognised = AttentionParallel | FeedForwardParallel | str | None
@@ -228,10 +234,14 @@ class _Attention:
 
     def on_heads(self, module: nn.Module, node: ast.expr, deep: int = 4) -> bool:
         """Tells whether an expression does not mix heads. deep: how many methods may lie in each other."""
+        if isinstance(node, ast.Subscript):
+            return not _picks_heads(node)
         if not isinstance(node, ast.Call):
             return not isinstance(node, ast.Lambda)
         called = called_by(module, node)
         if isinstance(called, str):
+            if _CUTS.fullmatch(called) and dim_of(node) in (1, -3):
+                return False
             across = called.endswith("softmax") and dim_of(node) in (0, 1, -3)
             return not across and any(names.fullmatch(called.rstrip("_")) for names in (ON_ELEMENTS, _ON_HEADS))
         if isinstance(called, nn.Module):
@@ -248,8 +258,9 @@ class _Attention:
             own = [name for name, value in vars(called).items() if _is_number(value) and value in self.numbers]
             if any(re.search(rf"\bself\.{name}\b", text) for name in own):  # it has the number of all heads
                 return False
-        flow = flow_in(called, module, partial(self.on_heads, deep=deep - 1)) if deep else Flow(unknown="...")
-        return not flow.unknown
+        if not deep or (isinstance(called, Method) and not are_heads_sizes(called)):
+            return False
+        return not flow_in(called, module, partial(self.on_heads, deep=deep - 1)).unknown
 
     def _made(self, heads: int, keys: int, width: int, interleaved: bool) -> Recognised:
         assert self.method is not None
@@ -279,6 +290,13 @@ class _Attention:
                 unknown = unknown or (name if in_shape else "")
         if unknown and not known:
             return f"{unknown} may be the number of heads"
+        if self._width_first():
+            return "its source has the width of a head before the number of heads"
+        is_known = type(self.at).__module__.startswith("transformers.")  # whose attention functions repeat each head
+        if keys < heads and not is_known and _REPEATS.search(text) is None:
+            return "its source does not show which query heads share a key/value head"
+        if not are_heads_sizes(self.method, self.method.arguments, f"self.{self.output}"):
+            return "its source may compute with a number of heads, of which a rank has another one"
         widths = "|".join(_WIDTHS)
         shown = re.search(rf"(?:\b{_SHAPES}\(|= [(\[]|\+ \()[^\n]*self\.(?:config\.)?(?:{widths})\b", text)
         if not known and (shown is None or self._written({heads, keys})):
@@ -319,16 +337,42 @@ class _Attention:
 
     def _written(self, numbers: Collection[int]) -> bool:
         """Tells whether one of these numbers is written out in a shape."""
+        sizes = chain.from_iterable(self._shapes())
+        return any(isinstance(size, ast.Constant) and size.value in numbers and size.value != 1 for size in sizes)
+
+    def _width_first(self) -> bool:
+        """Tells whether a shape, or the order that joins heads, has the width of a head before the number of heads."""
+        assert self.method is not None
+        names = [[ast.unparse(size).rpartition(".")[2] for size in shape] for shape in self._shapes()]
+        heads = (*_HEADS, *_KEY_HEADS)
+        shaped = any(a in _WIDTHS and b in heads for shape in names for a, b in pairwise(shape))
+        return shaped or re.search(r"permute\(0, 2, 3, 1\)|\(\w+ (?:h|heads|n_heads)\)", self.method.text) is not None
+
+    def _shapes(self) -> list[list[ast.expr]]:
+        """Lists the sizes in each shape that is written out."""
         assert self.method is not None
         assert self.method.tree is not None
-        shapes: list[ast.expr] = []
+        shapes: list[list[ast.expr]] = []
         for node in ast.walk(self.method.tree):
             if isinstance(node, ast.Call) and re.fullmatch(_SHAPES, ast.unparse(node.func).rpartition(".")[2]):
-                shapes += node.args
+                shapes.append([size for part in node.args for size in _elements(part)])
             elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
-                shapes.append(node.value)
-        sizes = [size for shape in shapes for size in (shape.elts if isinstance(shape, ast.Tuple) else [shape])]
-        return any(isinstance(size, ast.Constant) and size.value in numbers and size.value != 1 for size in sizes)
+                shapes.append(node.value.elts)
+        return shapes
+
+
+def _elements(node: ast.expr) -> list[ast.expr]:
+    return node.elts if isinstance(node, ast.Tuple) else [node]
+
+
+def _picks_heads(node: ast.Subscript) -> bool:
+    """Tells whether an index may choose some heads of [batch, heads, time, width]."""
+    if isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
+        return False  # `are_heads_sizes` judges it
+    parts = [ast.unparse(part) for part in _elements(node.slice)]
+    if parts[0] == "...":
+        return len(parts) > 3 and parts[-3] != ":"
+    return len(parts) > 1 and ":" in parts[1] and parts[1] != ":"
 
 
 def _layout(method: Method, fused: str) -> str:

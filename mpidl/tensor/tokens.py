@@ -25,7 +25,6 @@ _ON_TOKENS = re.compile(r"view(?:_as)?|reshape|linear|layer_norm|rms_norm|apply_
 _ON_FEATURES = re.compile(  # with the last dimension
     r"mean|sum|var|std|norm|normalize|(?:log_)?softmax|logsumexp|amax|amin|chunk|split|cat|concat|unbind"
 )
-_LAST = (-1, 2)  # of [batch, sequence, width]
 
 
 class Tokens:
@@ -81,7 +80,7 @@ class Tokens:
         if any(self._in_method(method, module, method.arguments, (), deep) for method in methods if deep):
             return False
         if _ON_FEATURES.fullmatch(called):
-            return dim_of(node) in _LAST
+            return dim_of(node) == -1  # another may be of tokens that a view has put in groups
         return ON_ELEMENTS.fullmatch(called.rstrip("_")) is not None or _ON_TOKENS.fullmatch(called) is not None
 
     def _module_on_tokens(self, child: nn.Module, deep: int) -> bool:
@@ -100,7 +99,7 @@ class Tokens:
 def _keeps_tokens(node: ast.Subscript) -> bool:
     """Tells whether an index takes sequences, or features, and all tokens of them; or a size that is not theirs."""
     if isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
-        return ast.unparse(node.slice) not in ("1", "-2")
+        return ast.unparse(node.slice) in ("0", "2", "-1", ":-1", "-1:", "2:")
     if not isinstance(node.slice, ast.Tuple):
         return isinstance(node.slice, ast.Constant | ast.UnaryOp | ast.Slice)
     index = [ast.unparse(part) for part in node.slice.elts]

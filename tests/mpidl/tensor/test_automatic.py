@@ -764,6 +764,139 @@ class WrittenBeside(Heads):
         return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+class Attends(Heads):
+    """One with a method for the products, which derived ones have in another way."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (x.shape[0], x.shape[1], self.num_heads, self.head_dim)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in (self.q_proj(x), self.k_proj(x), self.v_proj(x)))
+        return self.out_proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class ByShape(Attends):
+    """One that takes the number of heads from a shape, for slopes as those of `Slopes`."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        h = q.shape[1]
+        slopes = 2.0 ** (-8.0 * torch.arange(1, h + 1) / h)
+        return ((q @ k.mT) * slopes[:, None, None]).softmax(-1) @ v
+
+
+class ByUnpackedShape(Attends):
+    """One that takes it from the whole shape."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        b, h, t, d = q.shape
+        return F.scaled_dot_product_attention(q / h, k, v.view(b, h, t, d))
+
+
+class TwoKinds(Attends):
+    """One in which half of the heads look at what was before alone."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        (q1, q2), (k1, k2), (v1, v2) = q.chunk(2, dim=1), k.chunk(2, dim=1), v.chunk(2, dim=1)
+        first = F.scaled_dot_product_attention(q1, k1, v1, is_causal=True)
+        return torch.cat([first, F.scaled_dot_product_attention(q2, k2, v2)], dim=1)
+
+
+class FirstHeads(Attends):
+    """One in which the first half of the heads has no scores of its own."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        y = F.scaled_dot_product_attention(q, k, v)
+        y[:, : self.num_heads // 2] = 0.0
+        return y * y[:, : self.num_heads // 2].mean()
+
+
+def slope_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Computes an attention whose scores go by the number of heads."""
+    return (q @ k.mT / q.shape[1]).softmax(-1) @ v
+
+
+def root_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Computes an attention whose scores go by the width of a head."""
+    return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+
+class ByNamedAttention(Attends):
+    """One that calls a function of the program, whose name says that it is an attention."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return slope_attention(q, k, v)
+
+
+class ByOwnAttention(Attends):
+    """One that calls a function of the program which acts on single heads: no reason to leave it whole."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return root_attention(q, k, v)
+
+
+class Tiled(Heads):
+    """One whose key/value heads serve every second query head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_key_value_heads = self.n_rep = 2
+        self.k_proj, self.v_proj = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q_proj(x).view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+        k = self.k_proj(x).view(*x.shape[:2], self.num_key_value_heads, self.head_dim).transpose(1, 2)
+        v = self.v_proj(x).view(*x.shape[:2], self.num_key_value_heads, self.head_dim).transpose(1, 2)
+        k, v = k.repeat(1, self.n_rep, 1, 1), v.repeat(1, self.n_rep, 1, 1)
+        return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class WidthFirst(Heads):
+    """One whose features are all heads of one place of a head, then of the next."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (x.shape[0], x.shape[1], self.head_dim, self.num_heads)
+        parts = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k, v = (part.view(shape).permute(0, 3, 1, 2) for part in parts)
+        return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def topk_relu(h: torch.Tensor) -> torch.Tensor:
+    """Keeps the largest features."""
+    return h * (h >= h.topk(2, -1).values[..., -1:])
+
+
+def clip(h: torch.Tensor) -> torch.Tensor:
+    """Bounds the norm of all features."""
+    return h / h.norm(dim=-1, keepdim=True).clamp(min=1)
+
+
+class ByNamedActivation(Mixing):
+    """A network with a function of the program that has the name of an activation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(topk_relu(self.up(x)))
+
+
+class ByNamedClip(Mixing):
+    """One with a function that has the name of torch's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(clip(self.up(x)))
+
+
+def soft(h: torch.Tensor) -> torch.Tensor:
+    """Computes each feature by itself."""
+    return h * torch.sigmoid(h)
+
+
+class ByFunction(Mixing):
+    """One with a function that acts on single features: no reason to leave it whole."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(soft(self.up(x)))
+
+
 class ByOutFeatures(Mixing):
     """A network that divides by the root of the number of its features, as its layer has it."""
 
@@ -913,6 +1046,9 @@ class Square(OtherNames):
         NormOfHeads(),
         Heads(),
         ByWidths(),
+        ByFunction(),
+        Attends(),
+        ByOwnAttention(),
     ],
     ids=lambda model: type(model).__name__,
 )
@@ -969,6 +1105,15 @@ def parametrized() -> nn.Module:
         RootOfResult(),
         WrittenOut(),
         WrittenBeside(),
+        ByShape(),
+        ByUnpackedShape(),
+        TwoKinds(),
+        FirstHeads(),
+        Tiled(),
+        WidthFirst(),
+        ByNamedAttention(),
+        ByNamedActivation(),
+        ByNamedClip(),
         ByOutFeatures(),
         ByLastSize(),
         BySize(),
