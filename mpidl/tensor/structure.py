@@ -311,6 +311,9 @@ class _Attention:
             n for n, c in children.items() if "norm" in type(c).__name__.lower() and any(True for _ in c.parameters())
         ]
         memory, each = _inputs(self.at, self.method, self.layers)
+        dropped = _dropped(self.method, self.layers) if each else ""
+        if dropped:
+            return f"its source may drop elements of the input of {dropped}"
         query, key, value = (dot + name if name else "" for name in self.single)
         first, calls = self.method.arguments[0], self.method.calls
         return AttentionParallel(
@@ -444,6 +447,16 @@ def _inputs(module: nn.Module, method: Method, layers: Collection[str]) -> tuple
     return (others.pop() if others else None), False
 
 
+def _dropped(method: Method, layers: Collection[str]) -> str:
+    """Returns a layer, other than the first that runs, whose input may be dropped in part; "" if there is none.
+
+    By then each rank's random numbers are its own, and the input's gradient is summed in the layer, behind the dropout.
+    """
+    later = sorted(layers, key=lambda layer: method.calls.index(f"self.{layer}"))[1:]
+    given = {layer: method.feeds.get(f"self.{layer}", set()) for layer in later}
+    return next((layer for layer, names in given.items() if any("drop" in name.lower() for name in names)), "")
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
@@ -509,6 +522,9 @@ def _feed_forward(module: nn.Module, inputs: tuple[str, ...], output: str, segme
         return f"its source does not show how gate and values lie in {inputs[0]}"
     # A region that begins at one of its layers copies the input for that one alone, so each does it for itself.
     each = len(inputs) > 1 and (more or _inputs(module, method, inputs)[1])
+    dropped = _dropped(method, inputs) if each else ""
+    if dropped:
+        return f"its source may drop elements of the input of {dropped}"
     inner = calls[0].removeprefix("self.") if more or each else ""  # dropout before the region is not of it
     return FeedForwardParallel(inputs, output, segments=segments, inner=inner, each=each, input=method.arguments[0])
 

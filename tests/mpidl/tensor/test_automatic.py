@@ -835,6 +835,21 @@ class ByOwnAttention(Attends):
         return root_attention(q, k, v)
 
 
+class DropsBetween(Heads):
+    """One that drops elements of its keys' input, behind its queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (x.shape[0], x.shape[1], self.num_heads, self.head_dim)
+        q = self.q_proj(x).view(shape).transpose(1, 2)
+        k = self.k_proj(self.drop(x)).view(shape).transpose(1, 2)
+        v = self.v_proj(x).view(shape).transpose(1, 2)
+        return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
 class Tiled(Heads):
     """One whose key/value heads serve every second query head."""
 
@@ -1109,6 +1124,7 @@ def parametrized() -> nn.Module:
         ByUnpackedShape(),
         TwoKinds(),
         FirstHeads(),
+        DropsBetween(),
         Tiled(),
         WidthFirst(),
         ByNamedAttention(),

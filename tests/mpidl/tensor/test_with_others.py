@@ -25,7 +25,7 @@ GPT2, LLAMA = "gpt2", "llama, two key heads"
 
 @pytest.mark.limit(300)
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("name", "sequence_parallel"), [(GPT2, True), (LLAMA, False)])
+@pytest.mark.parametrize(("name", "sequence_parallel"), [(GPT2, True), (LLAMA, False), (LLAMA, True)])
 def test_compiled_blocks(comm: Communicator, name: str, sequence_parallel: bool) -> None:
     """Graphs break where ranks communicate."""
     losses, gradients = [], []
