@@ -25,6 +25,7 @@ from .mesh import Mesh
 from .placement import Placement, placement
 
 _TOLERANCE = 1e-3  # of sums of powers that should be equal; a shard's norm is in fp32
+_FIRST, _EVERY = 10, 10  # steps before which gradients are compared
 
 
 def norm_over_mesh(
@@ -91,6 +92,11 @@ def _total(table: np.ndarray, placements: list[frozenset[str]], mesh: Mesh, *, s
                 points = np.max(points, axis=index, keepdims=True)  # infinite, or NaN, if one is
         total = max_or_nan(total, points.item()) if infinite else total + points.item()
     return float(total)
+
+
+def is_compared(step: int) -> bool:
+    """Returns whether replicated gradients are compared before an optimizer's step, counted from 1."""
+    return step <= _FIRST or step % _EVERY == 0
 
 
 def differ(points: np.ndarray, first: np.ndarray, tolerance: float = _TOLERANCE) -> bool:

@@ -5,11 +5,11 @@ replicated parameters by another factor; a gradient that was not summed over tp 
 would then diverge silently.
 
     before a step    one all-gather over tp of a number, the sum of the squares of these gradients
-    which steps      the first `_FIRST` ones of an optimizer, then every `_EVERY`-th
+    which steps      the first ten of an optimizer, then every tenth (`mesh.norm.is_compared`)
 
 Every rank of tp steps with the same optimizers, so that all come to the same operations in the same order. Gradients
-that a ZeroOptimizer holds are clipped right by torch too, and those that a backward pass has used are gone: neither
-are looked at.
+that a ZeroOptimizer holds are compared by its own step (`zero.gradients.replicated_over_tp`), and those that a
+backward pass has used are gone: neither are looked at.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ import torch
 
 from ..errors import TrainingError
 from ..mesh import Mesh, placement
-from ..mesh.norm import differ
+from ..mesh.norm import differ, is_compared
 from ..trained_by import trainer_of
 
-_FIRST, _EVERY = 10, 10
 _ON_CPUS, _ELSEWHERE = 1e-4, 1e-3  # of sums of squares, as others than CPUs compute what has other bits each time
 
 
@@ -49,7 +48,7 @@ class SameGradients:
         if not self._needed or self._mesh.closed:
             return
         self._steps += 1
-        if self._steps > _FIRST and self._steps % _EVERY:
+        if not is_compared(self._steps):
             return
         comm = self._mesh["tp"]
         table = np.empty(comm.size)

@@ -16,6 +16,7 @@ from ..mesh import Mesh
 from ..optimizer_trial import StepNeeds
 from .gradients.grad_attribute import GradAttributes
 from .gradients.reduced_gradients import ReducedGradients
+from .gradients.replicated_over_tp import ReplicatedOverTp
 from .gradients.shard_reducer import ShardReducer
 from .parameter_shard import ParameterShard
 from .parameters.gathered_block import WholeParameters
@@ -52,6 +53,7 @@ class Parts:
     shard_reducer: reduces gradients to shards in backward passes.
     reduced_gradients: the gradients between passes.
     grad_attributes: shows them as `.grad`.
+    replicated: compares them over tp before a step; None without tp.
     inner: steps on the slices' values.
     offloaded: the same, where state is offloaded; else None.
     guard: refuses weights that were changed from outside.
@@ -78,6 +80,7 @@ class Parts:
     shard_reducer: ShardReducer
     reduced_gradients: ReducedGradients
     grad_attributes: GradAttributes
+    replicated: ReplicatedOverTp | None
     inner: InnerOptimizer
     offloaded: OffloadedOptimizer | None
     guard: WeightGuard

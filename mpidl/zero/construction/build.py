@@ -43,6 +43,7 @@ from ...replicas.start_check import check_models_agree, check_settings_agree
 from ..copy_guard import Hook, refuse_copies
 from ..forward_label import label_forward
 from ..gradients.grad_attribute import GradAttributes
+from ..gradients.replicated_over_tp import ReplicatedOverTp
 from ..gradients.shard_reducer import ShardReducer
 from ..offload import Offload
 from ..optimizer_parts import Parts
@@ -122,7 +123,8 @@ def build(
     shard_reducer = _make_shard_reducer(parameters, trains, plan, layouts, group, watch, names, options)
     if plan.compressed is not None and not plan.compressed.chooses_none:
         shard_reducer.hook = None, plan.compressed
-    tp = options.mesh["tp"] if options.mesh is not None and options.mesh.size("tp") > 1 else None
+    over_tp = options.mesh if options.mesh is not None and options.mesh.size("tp") > 1 else None
+    tp = None if over_tp is None else over_tp["tp"]
     reduced = shard_reducer.reduced_gradients
     grad_attributes = GradAttributes(reduced, group.shards, watch, names, parameters.release, tp)
     watch.phases = _phases(parameters, shard_reducer, grad_attributes)
@@ -181,6 +183,7 @@ def build(
         shard_reducer=shard_reducer,
         reduced_gradients=reduced,
         grad_attributes=grad_attributes,
+        replicated=None if over_tp is None else ReplicatedOverTp(over_tp, group.is_first),
         inner=inner,
         offloaded=plan.offloaded,
         guard=guard,

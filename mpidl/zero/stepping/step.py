@@ -5,6 +5,7 @@
     collective   release(): this rank reads no parameter from here on; with `ShardedParameters` no rank does
     collective   one all-reduce: reasons, which parameters any rank's passes reached, a fingerprint of the settings;
                  after it no rank reads a parameter any more, whatever the strategy
+    collective   over tp, in some steps: replicated gradients must be equal
     collective   rank 0's buffers are broadcast
     mostly local the inner optimizer steps on the slices; masters are rounded into the shards
     collective   publish(): every rank sees the new parameters, at once or before it next reads one; left out where the
@@ -102,16 +103,15 @@ def _attach_gradients(parts: Parts, outer: torch.optim.Optimizer, problem: str |
     changes = parts.grad_attributes.take_changes()
     if changes:
         settings["clipping since the last step"] = changes
-    flag = iter(_agreed(parts, problem, flags, settings))
-    reached = []
-    for number, shard in enumerate(parts.shards):
-        gradient = parts.reduced_gradients.shard(number)
-        for p in shard.parameters:
-            if next(flag):
-                reached.append(p)
-                parts.slices[p].attach(gradient)
-            else:
-                parts.slices[p].attach(None)
+    agreed = _agreed(parts, problem, flags, settings)
+    gradients = [parts.reduced_gradients.shard(number) for number in range(len(parts.shards))]
+    in_order = (p for shard in parts.shards for p in shard.parameters)
+    reached = [p for p, flag in zip(in_order, agreed, strict=True) if flag]
+    with_gradient = {p: parts.slices[p] for p in reached}
+    if parts.replicated is not None:
+        parts.replicated.compare(with_gradient, gradients)
+    for p, part in parts.slices.items():
+        part.attach(gradients[part.number] if p in with_gradient else None)
     return reached
 
 

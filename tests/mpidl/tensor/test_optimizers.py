@@ -259,3 +259,22 @@ def test_replicated_gradients_that_differ_a_little_are_an_error_of_the_step(comm
                 ):
                     optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_replicated_gradients_that_differ_are_an_error_of_zeros_step(comm: Communicator, stage: int) -> None:
+    """Without clipping, which compares them as well; on 4 ranks each of tp has shards of other ranks of dp."""
+    with Mesh(tp=2, comm=comm) as mesh:
+        model = mpidl.parallelize(build(GPT2, torch.float32), mesh)
+        factor = 1.0
+        replicated = next(p for p in model.parameters() if placement(p).cut is None)
+        replicated.register_hook(lambda gradient: gradient * (factor if mesh.rank("tp") else 1.0))
+        optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, stage=stage, mesh=mesh, lr=0.1)
+        loss_of(model, batch(mesh.rank("dp"), 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        factor = 1.01
+        loss_of(model, batch(mesh.rank("dp"), 1)).backward()
+        with pytest.raises(TrainingError, match=r"ZeroOptimizer\.step: gradients of parameters"):
+            optimizer.step()
