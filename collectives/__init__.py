@@ -8,12 +8,12 @@ Read `communicator` first, then `backends` and `schedules`. A new algorithm of m
     messages/           from one rank to another
     backends/           one interface for every way to carry out a collective: registry, selection ("auto"), dispatch
     schedules/          steps as data, and their proof; algorithms: its public names; price: predicts what one costs
-    runtime/            the progress thread, the watchdog, what each rank is in
+    runtime/            the progress thread, the watchdog, which operation each rank is executing
     memory/             shared by the ranks of a node
     process/            this process: its MPI library, node and cores, how threads wait, how it ends
     base/               arrays, reductions, the checks of arguments; errors
     devices             the memory that tensors lie in
-    diagnostics         where ranks are, and how a job ends; draining: operations that ranks leave to the others
+    diagnostics         where ranks are, and how a job ends; draining: operations that some ranks join later than others
     bench/, tune        the benchmark, and tables for "auto"; timing, command_line (of both, and of mpidl)
 
 Public are the names in `__all__` here, in `algorithms`, `command_line`, `devices`, `diagnostics`, `draining` and

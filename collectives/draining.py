@@ -1,7 +1,7 @@
-"""Operations that single ranks leave to the others, for engines: exempt from the watchdog, completed before the end.
+"""For engines: operations that some ranks have begun and others have not yet joined, and may join late.
 
-exempt_from_watchdog    the other ranks may come late to what this rank waits for
-register_drain_hook     completes, at the end of a Communicator, what some ranks have begun and others have left
+exempt_from_watchdog    the watchdog reports no rank that is late for an operation in which this rank waits
+register_drain_hook     at the end of a Communicator, completes operations that some ranks have begun and others not
 """
 
 from __future__ import annotations

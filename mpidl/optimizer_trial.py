@@ -1,10 +1,14 @@
 """Needs of an optimizer's step (`StepNeeds`): declared by its class, or found by trial steps on a few elements.
 
-    a step on one parameter = a step on its two halves           it may be made on slices; else on whole parameters
-    a step on two parameters = a step of each without the other  it can be made; else it is refused
-    a step on two parameters = one after the other               ... on some at a time; else on all of a rank together
+Optimizers of mpidl declare their needs (`step_needs`), torch's are known by name, and any other class is tried. A
+trial makes steps in two ways and compares what they change:
 
-Optimizers of mpidl declare them (`step_needs`), torch's are known by name, and any other class is tried.
+    trial                                                  the same: a step        different
+    one parameter, or its elements as two parameters       runs on slices          needs whole parameters
+    two parameters in one optimizer, or in one each        uses each gradient for  is refused: it depends on other
+                                                           its own parameter       parameters
+    two parameters in one step, or one after the other     runs within a backward  runs only after the pass
+                                                           pass, for each bucket
 """
 
 from __future__ import annotations

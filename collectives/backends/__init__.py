@@ -17,7 +17,7 @@
 
 A new backend is a file with a subclass of `Backend` and its line in `registry.MAKERS`; a new schedule is a file in
 `collectives.schedules.algorithms` and its name in `NAMES` and `ALGORITHMS` there. A new operation is declared in
-`Backend` and defined in every backend that has it. Besides, names of backends stand in two places, where one is
-preferred: `tables`, by which "auto" chooses, and `mpidl.gradients.buckets.by_rank`, which asks for the one that adds in
-the order of ranks.
+`Backend` and defined in every backend that has it. Two other files name a backend because they prefer it; check both
+when you add or rename one: `tables`, by which "auto" chooses, and `mpidl.gradients.buckets.by_rank`, which asks for the
+one that adds in the order of ranks.
 """

@@ -8,8 +8,8 @@ the cache and the next one is in flight:
 
 Both sides make the same cuts, as they know the chunk's size and its dtype: partial results travel in the accumulating
 dtype, everything else in the data's. The n-th message between two ranks carries the tag n, so that messages that are
-under way together cannot mix. The reductions of a round take turns, segment by segment. A partial result that leaves
-and is reduced in one round is overwritten as its segments are gone.
+under way together cannot mix. The reductions of a round take turns, segment by segment. If a round both sends a partial
+result and reduces into it, each segment is overwritten only after it has been sent.
 """
 
 from __future__ import annotations

@@ -10,10 +10,11 @@ first pass.
 Several backward passes of one forward pass:
 
     a, b = wrapped(x)
-    a.sum().backward()      averages what it reaches; b lives, so that its parameters are not missed yet
+    a.sum().backward()      averages what it reaches; output b still exists and can still be backpropagated, so its
+                            parameters are not yet reported as missed
     b.sum().backward()      averages what it reaches; now every parameter has its gradient
 
-A pass that leaves parameters out is an error as soon as no output is left through which their gradients can come.
+A pass that reaches only some parameters is an error if no output remains through which the other gradients can come.
 """
 
 from __future__ import annotations

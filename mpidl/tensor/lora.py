@@ -3,7 +3,7 @@
     column-parallel   x --+-- W0 --+--> y0      A is whole on every rank, and its gradient the sum of the ranks';
                           A -- B0 -'            B is cut as the base is
     row-parallel      x0 -+-- W0 --+-- g --> y  A is cut as the base is, and its products are summed over the ranks,
-                          A0 - g - B -----'     which are only as wide as the rank; B is whole
+                          A0 - g - B -----'     only r columns wide (r: the adapter's rank); B is whole
 
 Source of the idea: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
 """

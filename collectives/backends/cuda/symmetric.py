@@ -1,8 +1,14 @@
 """The ipc transport: the host's one-copy collectives, on GPU memory that all ranks of the node map (`memory`).
 
-They are the host's own (`backends.symmetric`), with three parts exchanged: memory, a processor that queues copies and
-kernels on a stream instead of running them, and a barrier (`barrier`) after which all that any rank has queued before
-comes before what this rank queues next. Where each rank has a GPU, the host queues an operation and goes on.
+They are the host's own (`backends.symmetric`), in which three things are replaced:
+
+    on the host                      here
+    symmetric memory of the node     GPU memory that all ranks map (`memory`)
+    a processor that copies, adds    one that queues copies and kernels on a stream
+    a barrier of the ranks           a barrier of their streams (`barrier`): all that any rank has queued before it
+                                     runs before what this rank queues after it
+
+Where each rank has a GPU, the host queues an operation and goes on.
 
 A GPU runs the kernels of one process at a time, and to switch to another process takes 0.15 ms. So where all ranks of
 the node are on one GPU, one of them, the leader, reduces for all, and copies for all between symmetric arrays.

@@ -12,7 +12,8 @@ Nothing is copied in where the node can read every rank's x. A small array is co
 the leader combines all of it: the meeting is the only time that the ranks of a node wait for each other.
 
 Contributions are added in the order of ranks in the node, then of nodes, in the accumulating dtype. fp16 and bf16
-travel as fp32 and are rounded once, but where every node has one rank: there messages leave x, in half the bytes.
+are sent as fp32 and rounded once. Exception: if every node has one rank, messages are sent directly from x in 16 bits
+(of a PremulSum, whose contributions are not x, as fp32).
 
 A rank waits for the others of its node, and the root for messages that leaders begin without waiting for other nodes.
 """

@@ -11,8 +11,8 @@ computes.
 
 A rank may have started rounds to which the others have not come yet. So at the end of a pass every rank starts rounds
 until one in which all ranks say that they are done, and when the optimizer is freed, until one in which all ranks say
-so. Nor does a rank wait for its own round if an earlier one has gathered its unit (`keeps`): the others, whose rounds
-are fewer, may be in a collective of the program in which they wait for it, as SyncBatchNorm's.
+so. If an earlier round already gathered its unit (`keeps`), a rank does not wait for its own round: ranks that started
+fewer rounds may be waiting for it in a collective of the program, such as SyncBatchNorm's.
 """
 
 from __future__ import annotations
