@@ -1,5 +1,8 @@
 """Progress thread of a communicator, in which its asynchronous operations run in the order of their issue.
 
+`Progress.submit` starts the thread, `mpidl-progress`, with the first operation that has `async_op` or a `timeout`.
+`Progress.close` ends it, once what is queued has run; at the end of the program it is called for every communicator.
+
 Order of issue is order of execution, on every rank, so no operation can overtake another and none can deadlock by
 reordering. A synchronous operation runs in the caller's thread when nothing is queued, else it takes its turn. Where
 the MPI library gives less than MPI_THREAD_MULTIPLE there is no thread: an asynchronous operation runs in the caller's

@@ -12,9 +12,10 @@ running job (`JOB_FILES`).
 Often all ranks fail with one error, or all are interrupted. The ranks of a node share a page. The first of them claims
 it and writes its message there: the others print nothing unless they have another message.
 
-Everything runs in the thread that fails, or in the program's, but for an interrupt that comes while that one waits
-inside MPI: Python cannot handle it there, and the thread `mpidl-interrupt` ends the job. No collective runs here once
-`end_job_with_any_rank` has returned, so that nothing waits for a rank.
+Everything runs in the thread that fails, or in the program's, except where an interrupt comes while that one waits
+inside MPI: Python cannot handle it there, and the thread `mpidl-interrupt` ends the job. `end_job_with_any_rank`, which
+`mpidl.init()` calls in the main thread, starts that thread unless another library handles SIGINT; it ends with the
+process. No collective runs here once `end_job_with_any_rank` has returned, so that nothing waits for a rank.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     step t      at once     | step t |  forward, backward  | step t + 1 |
     step t      delayed              |  step t in a thread |  its values are seen; step t + 1 is begun
 
-The thread computes and reads and writes files. The main thread runs all collectives, in the order of
-the program: it waits for the update, and the ranks agree that all of theirs have succeeded, before any value is seen.
+The thread of a delayed update, `mpidl-offload-update`, computes; two others read and write files (`triple_buffering`).
+The main thread runs all collectives, in the order of the program: it waits for the update, and the ranks agree that all
+of theirs have succeeded, before any value is seen.
 Source of the delay: Ren et al. 2021, "ZeRO-Offload", section 5.2.
 """
 

@@ -4,6 +4,12 @@ reader     | read 0 | read 1 | read 2 | ...
 caller              | step 0 | step 1 | step 2 | ...
 writer                       | write 0| write 1| write 2
 buffer         0        1        2        0
+
+Who runs what: the caller of `run` steps, in the thread of the program, or with `delayed_update` in the thread
+`mpidl-offload-update` (`optimizer`). Two more threads, `mpidl-offload-read` and `mpidl-offload-write`, start with the
+first read and the first write; they wait for no other rank. The caller waits for a read before the step on it, and for
+the write from a buffer before the next read into it. Only where the caller is the thread of the program may `ready` or
+a step communicate, as for the norms of LARS and LAMB.
 """
 
 from __future__ import annotations
