@@ -1,15 +1,15 @@
 """Means of the dense buckets over the ranks: their memory, and the operations that reduce them in it.
 
                            memory                          reduced by
-    usually                the arena (`bucket_memory`)     one all-reduce, into which bucket after bucket is handed
+    usually                the arena (`bucket_memory`)     a `PartitionedAllReduce`, to which each is handed in
     communication hook     the arena                       what the hook starts for each bucket
     step_in_backward       rotating buffers                an operation for each bucket, or what the hook starts;
                            (`backward_steps`)              `backward_steps` calls `begin` and `complete`
 
 Who runs what: the thread of the backward pass calls `launch` and `wait`, for the buckets in their order on every rank.
-What it launches is reduced in the Communicator's progress thread while backward goes on; where the ranks fill the cores
-of one node, only at the end of the pass, in the thread that waits there (`collectives.partitioned`). Sparse gradients
-are no part of this (`sparse`).
+A bucket that is handed in is reduced by an all-reduce of its own, in the Communicator's progress thread, while backward
+goes on. Where the ranks fill the cores of one node, one operation reduces all buckets at the end of the pass, in the
+thread that waits there (`collectives.partitioned`). Sparse gradients are reduced elsewhere (`sparse`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ Who runs what: all of it runs in the thread of the backward pass, but the reduct
 this order on every rank, all on the wrapper's Communicator; a forward pass has none, so a rank may run one alone:
 
     the pass begins     a small all-reduce: what trains
-    bucket by bucket    its all-reduce, launched strictly in order
+    bucket by bucket    its all-reduce, launched strictly in order; or, where the ranks fill the cores of one node, one
+                        reduction of all buckets as the pass ends (`bucket_means`)
     the pass ends       waits for all; an all-reduce: what the pass has reached, so that what is wrong on one rank is
                         an error on all; the broadcast of rank 0's buffers
 

@@ -6,17 +6,22 @@ pass is over. Passes nested in it, as re-entrant activation checkpoints start th
 
 `PassPhases` has a function for each phase, in the order in which they run:
 
-    phase      when                                  DDP                       ZeRO
-    begun      the pass begins                       agree on what trains      (agree)
-    reached    a parameter's gradient is complete    fill its bucket, launch   release its unit, fill its bucket, launch
-                                                     the bucket if it is full  the bucket if it is full
-    filled     autograd has run                                                release units that no gradient released
-    reduced    after `filled`                        launch the other buckets, wait for all, agree; ZeRO then drains
-    finished   after `reduced`                                                 show .grad
+    phase      when                           DDP                            ZeRO
+    begun      the pass begins                agree on what trains           (agree)
+    reached    a parameter's gradient is      fill its bucket, launch the    release its unit, fill its bucket, launch
+               complete                       bucket if it is full           the bucket if it is full
+    filled     autograd has run                                              release units that no gradient released
+    reduced    after `filled`                 launch the other buckets,      launch the other buckets, wait for all
+                                              wait for all, agree, show      that are not complete, agree, drain
+                                              .grad, broadcast buffers
+    finished   after `reduced`                                               show .grad
 
-ZeRO agrees as a pass begins only with `step_in_backward`. On CPUs all phases run in the thread that calls `backward()`,
-on a GPU in autograd's own thread for it, one at a time. Collectives are in `begun`, in launches, which are in the order
-of the buckets on every rank, and in `reduced`: so all ranks make the same ones in the same order.
+ZeRO agrees as a pass begins only with `step_in_backward`, and broadcasts buffers in `step()`. In `reached` it waits for
+its oldest reduction where a bucket needs a buffer and none is free; all other waits for reductions are in `reduced`.
+
+On CPUs all phases run in the thread that calls `backward()`, on a GPU in autograd's own thread for it, one at a time.
+Collectives are in `begun`, in launches, which are in the order of the buckets on every rank, and in `reduced`: so all
+ranks make the same ones in the same order.
 
 Where a backward pass goes through several engines, each rank may begin their passes in another order. The phases after
 the last gradient run engine by engine, in the order in which the engines were made, which is the same on every rank.

@@ -19,8 +19,10 @@ ever:
     in a collective of the program  it starts none: who waits in a round raises an error that names the collective
                                     (`round_waits`)
 
-`release` drains before a step, so that no unit is whole when shards change. `publish` after it gathers the units of
-open `gathered` blocks anew, and with n >= 2 starts rounds for the next pass, as many on every rank.
+A rank drains twice in a step: at the end of the pass, as the program's own collectives follow; and in `release` before
+the step, as passes without backward may have started rounds since, and no unit may be whole when shards change.
+`publish` after the step gathers the units of open `gathered` blocks anew. With n >= 2 it also starts rounds for the
+next pass, as many on every rank; with n = 1 it does not, so that no unit takes memory between a step and the next pass.
 """
 
 from __future__ import annotations

@@ -9,12 +9,15 @@ The optimizer's parts call a strategy only by the methods of `ParameterStrategy`
 
     construction   the strategy cuts `shards`; values are filled into them; publish(), start()
     forward        the strategy's own hooks and tensor subclasses
-    backward       on_gradient for each parameter; wait_for_reduction(work) for each bucket; end_backward() after the
-                   last gradient; drain() when all buckets have been reduced
+    backward       by phase (`gradients.backward`), in the thread of the pass:
+        reached    on_gradient for each parameter; wait_for_reduction(work) of the oldest reduction, where a bucket
+                   needs a buffer and none is free
+        filled     end_backward()
+        reduced    wait_for_reduction(work) of each reduction that is left; then drain()
     step()         step_problem(), then release(), the optimizer's step on `shards`, publish()
 
-publish, release, drain and gathered are collective: every rank calls them in the same order. The other methods are
-local. What the collective ones communicate:
+publish, release, drain and gathered are collective: every rank calls them in the same order, also where a strategy
+sends nothing in them ("-"). The other methods are local. What the collective ones communicate:
 
     method      `ReplicatedParameters`   `NodeSharedParameters`   `ShardedParameters`
     publish     all-gathers, started     a barrier                gathers, if a `gathered` block is open or n >= 2
