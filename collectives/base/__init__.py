@@ -6,4 +6,7 @@ coalesced       lists of arrays, packed so that they cost one operation
 partition       n elements over p ranks
 reduction       operators and their kernels; float_errors: arithmetic that neither raises nor warns
 scratch         memory for intermediate results
+
+To add a dtype: `buffers.DTYPES`, `reduction`, `backends.mpi.datatype`, `backends.cuda.kernels` and the bench's
+`operations.DATATYPES`. CONTRIBUTING.md says what goes into each, and names the tests.
 """

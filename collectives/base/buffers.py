@@ -2,7 +2,7 @@
 
 numpy knows no bfloat16, so a bf16 tensor's flat view holds its bits as uint16; `DType` remembers what they mean. Arrays
 on a GPU are recognised by `backends.cuda.arrays`, which is registered here as an `ArrayKind`; here is only the Buffer
-that they become.
+that they become. A new dtype begins in `DTYPES` (CONTRIBUTING.md).
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ estimate       bytes a rank of any ZeRO stage, from a model or a number of param
 activations    what autograd keeps for backward: by formula for a transformer, and counted while a model runs
 counted        the tensors of model state that this rank holds now, by category
 process        what the system says of the whole process
+
+To add a term of the estimate: a field of `estimate.Estimate` with its formula in `estimate.estimate`, and the same
+category of `counted.Measurement`, with which tests compare it. CONTRIBUTING.md has the steps and the tests.
 """
 
 from .activations import SavedActivations, activation_bytes, measure_activations, slot_bytes

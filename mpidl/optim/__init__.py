@@ -10,6 +10,10 @@ ema                 exponential moving average of the weights
 schedules           learning rates over the steps
 rank_mean           the mean over ranks of flat tensors, in full precision or compressed, for diloco
 elementwise_state   which of an optimizer's states are cut as the parameter is; for ZeRO, checkpoints and estimates
+
+To add an optimizer: a file here with a `torch.optim.Optimizer` whose class declares `step_needs`, a
+`mpidl.optimizer_trial.StepNeeds`, by which DDP, ZeRO and tensor parallelism know whether it steps on slices; and its
+name in `_MODULES` and `__all__`. CONTRIBUTING.md has the cases and the tests.
 """
 
 from typing import TYPE_CHECKING

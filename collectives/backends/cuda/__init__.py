@@ -16,6 +16,9 @@
     copies      to and from the host, concurrently with the streams' work; `pages`: memory without pages as yet
     device      all that is asked of a GPU's driver; `driver` is CUDA through cupy, `kernels` what runs there
 
+To add a transport: a file here with a class that follows `transports.Transport`, its name in `transports.TRANSPORTS`,
+its trial in `probe.discover`, and its construction in `group.GpuGroup`. CONTRIBUTING.md names the tests.
+
 Nothing here imports cupy before an array on a GPU shows up.
 """
 

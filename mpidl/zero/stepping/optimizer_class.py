@@ -5,8 +5,8 @@
     LBFGS               it depends on several parameters at once: refused
 
 torch's classes are known by name, optimizers of mpidl declare what they need (`optimizer_trial.declared_needs`), and
-any other class is tried out on a few elements. To add one: `step_needs = StepNeeds(...)` (`optimizer_trial`) in its
-class; nothing here.
+any other class is tried out on a few elements. A new optimizer declares `step_needs` in its class (`mpidl.optim` says
+how); nothing changes here.
 """
 
 from __future__ import annotations
