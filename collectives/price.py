@@ -1,7 +1,7 @@
 """Predicts how long a schedule takes on a modelled cluster, without running it.
 
 All ranks' rounds are carried out in modelled time, event by event. A rank enters a round, posts its messages, and
-leaves the round when the last of them is done. A message of m bytes is ready when its sender and its receiver have
+ends the round when the last of them is done. A message of m bytes is ready when its sender and its receiver have
 both posted it; it then passes, in order of arrival, the ports that it shares with other messages
 
     sender's rank -> network port of its node -> network port of the other node -> receiver's rank
@@ -13,8 +13,8 @@ seconds a byte, one message after the other. For a message at a time this is the
 textbooks: alpha + m beta + m gamma, with alpha the latency and beta = 1 / bandwidth (Thakur, Rabenseifner and
 Gropp 2005, "Optimization of collective communication operations in MPICH", section 2).
 
-What the model leaves out: the time of the interpreter and of copies inside the MPI library; small messages that
-leave before the receiver asks (all wait for it here); transfer that overlaps with the reduction of what came before;
+The model does not count: the time of the interpreter and of copies inside the MPI library; small messages that
+are sent before the receiver asks (all wait for it here); transfer that overlaps with the reduction of what came before;
 what the ranks of a node take from each other's cores, caches and memory; the shape of the network and its other users
 (every pair of nodes is as near as any other); noise. Chunks are taken as equally large, and `finish` as free.
 """

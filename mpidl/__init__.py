@@ -22,7 +22,7 @@ What they share:
     partial_steps      steps of an optimizer on some of its parameters
     setting_checks     checks of an optimizer's or a sampler's settings
     trained_by         the ZeroOptimizer that trains a parameter
-    absent_state       the mark in place of a whole state on ranks that do not hold it
+    absent_state       the mark that ranks get instead of a whole state that they do not hold
     compiling          torch.compile: functions that it leaves out, the model inside what it returns
 
 The ranks, and the job that they are:
@@ -30,7 +30,7 @@ The ranks, and the job that they are:
     job/               start and end of the job, agreements of all ranks, objects, uneven inputs, signals
     mesh/              named axes over the ranks. pp, cp and ep have groups there, and no layers or schedules yet
     launch/            python -m mpidl.launch: starts a failed job again
-    doctor/            python -m mpidl.doctor: looks at the machine and the job's place on it
+    doctor/            python -m mpidl.doctor: looks at the machine, and at how the job's ranks lie on it
 
 Parts of a training program:
 
@@ -43,7 +43,7 @@ Parts of a training program:
 
 Helpers of the above: errors; weight_files (safetensors files of a path); model_files (those that fit a
 model); meta_tensors (gives memory to tensors on the meta device); scratch_file (a file without a name, for offload);
-regular_files (opens no pipe or device in place of a file); digest (8 bytes of a text); lazy_names (imports a module at
+regular_files (opens no pipe or device instead of a file); digest (8 bytes of a text); lazy_names (imports a module at
 its first use); standalone (commands that must not initialise MPI); version.
 
 docs/architecture.md follows a gradient through each engine, and lists threads and collectives.

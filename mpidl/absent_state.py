@@ -1,6 +1,6 @@
 """Placeholder for a whole state, which `model_state_dict` and the like return on all ranks but rank 0.
 
-An empty dictionary in its place would be saved as a checkpoint without an error, and read as one of nothing. The mark
+An empty dictionary would be saved as a checkpoint without an error, and loaded as one without content. The mark
 is a dictionary of plain types, so that `torch.save`, `torch.load(weights_only=True)` and frameworks carry it.
 """
 

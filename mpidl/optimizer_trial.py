@@ -42,7 +42,7 @@ class StepNeeds:
 
     wholes: whole parameters.
     together: all of a rank's at once, in one call.
-    block: elements of which slices hold whole ones, counted from the parameter's first, but for its last.
+    block: elements of which slices hold whole ones, counted from the parameter's first, except the last block.
     exchanges: whole parameters and gradients on every rank, which the step itself averages (`optim.one_bit`).
     """
 

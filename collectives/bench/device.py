@@ -1,4 +1,4 @@
-"""The place of a measurement's arrays, and what depends on it: clock, groups of ranks, the memory's speed."""
+"""Memory of a measurement's arrays, the host's or a GPU's, and what depends on it: speed, clock, groups of ranks."""
 
 from __future__ import annotations
 

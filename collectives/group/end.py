@@ -4,7 +4,7 @@
     exception  while one is handled, the other ranks have two seconds to come: else nothing is freed
     stranded   where an operation has timed out and is still under way, nothing is freed either
 
-A group that is dropped without `close` leaves its communicators to `dropped`.
+A group that is dropped without `close` hands its communicators to `dropped`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ it, also those that name a rank, so that messages meet receives in the order in 
     comes       5 from 1      | 5 from 1    | 5 from 2
 
 The queues move while any message is waited for or asked, in any thread, one at a time (`lock`). What a probe finds
-it takes from MPI, and leaves it in its channel, where the next receive of that channel begins with it.
+it takes from MPI, and keeps it in its channel, where the next receive of that channel begins with it.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ class Message(Work):
 
 
 class Sending(Message):
-    """A message that leaves."""
+    """A message that this rank sends."""
 
     def _start(self) -> None:
         data, channel = self._data, self.channel

@@ -1,8 +1,8 @@
 """Forked children of a rank, in which every operation is refused, as MPI belongs to the parent.
 
 A child has all that its parent has in memory, such as its Communicators, MPI's connections and the memory that the
-node's ranks share, and none of its threads. A collective of the child would take the place of its parent's in what the
-other ranks do, and MPI_Finalize, which mpi4py calls where Python ends, waits for ranks that wait for the parent.
+node's ranks share, and none of its threads. The other ranks would take a collective of the child for one of its parent,
+and MPI_Finalize, which mpi4py calls where Python ends, waits for ranks that wait for the parent.
 
 So in a child every operation raises OperationError, closing does nothing, and the process exits where Python would go
 on to MPI_Finalize, after what was registered with `atexit` since this module was imported. Its status is that of

@@ -1,4 +1,4 @@
-"""Waiting that leaves the core to others, for operations that run in the background of the program.
+"""Waiting that gives the core to others, for operations that run in the background of the program.
 
 MPI polls for messages all the time that it waits, which takes a core from the thread that computes. Between nodes a
 message takes long enough for a waiting thread to sleep for moments. Inside a node it sleeps too if the ranks fill the

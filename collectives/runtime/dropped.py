@@ -1,7 +1,7 @@
 """The MPI communicators of Communicators that were dropped without `close`.
 
-To free them is collective, and ranks drop a Communicator at different times, as the garbage collector comes by. So a
-dropped one leaves its MPI communicators here, and whenever ranks make new ones, which they do together, they tell each
+To free them is collective, and ranks drop a Communicator at different times, as the garbage collector comes by. So the
+MPI communicators of a dropped one are kept here. Whenever ranks make new ones, which they do together, they tell each
 other what they have dropped: what all its ranks have dropped is freed, in the same order on each of them.
 
     rank 0   drops A, B | makes a group of 0, 1, 2:   A B   --- all have dropped A: frees A

@@ -14,7 +14,7 @@ the thread also writes there what the program does (`program`), for the reports.
                             an exception counts as one that has not come to it.
 
 A rank that is stopped in the middle of an operation has arrived like all the others. It is recognised by its own
-watchdog, whose looks leave a beat on its node's page: the report names the ranks whose beat has ceased. A process that
+watchdog, whose looks write a beat on its node's page: the report names the ranks whose beat has ceased. A process that
 has not looked for long itself was stopped, maybe with the whole job, and does not count that time as waiting.
 """
 

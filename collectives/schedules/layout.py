@@ -58,7 +58,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A message leaves.
+    """A message is sent.
 
     channel: which pair of ranks.
     order: of those that come to a port at once.

@@ -7,7 +7,7 @@ a schedule that passes cannot deadlock on any MPI library. It refuses
 
 - a message that meets no receive, or a receive of another size or kind than the message;
 - a reduction that counts a rank twice, a chunk used before it is defined, a finished chunk that is reduced again;
-- a round that writes what it also reads or writes elsewhere, but for the two cases that `schedule` allows;
+- a round that writes what it also reads or writes elsewhere, except in the two cases that `schedule` allows;
 - ranks that wait for each other for ever;
 - an end state that is not the operation's.
 

@@ -13,13 +13,13 @@ Data lies in three buffers, each cut into numbered chunks:
 
 and the steps are
 
-    send(buffer, chunks, peer)      the chunks leave for `peer`
+    send(buffer, chunks, peer)      the chunks are sent to `peer`
     recv(buffer, chunks, peer)      the chunks are overwritten by what `peer` sends
     reduce(chunks, peer)            work[chunks] = work[chunks] (op) what `peer` sends from its work
     copy(source, target)            local: one chunk run to another
     finish(chunks)                  local: out[chunks] = the finished work[chunks] (averaged, rounded to the dtype)
 
-Within a round everything happens at once, so no step may write what another one reads or writes, but for two cases:
+Within a round everything happens at once, so no step may write what another one reads or writes, except in two cases:
 
 - a reduce may overwrite exactly the run that a send of its round takes to the same peer: the message holds what was
   there before (two ranks exchange their partial results);
@@ -85,7 +85,7 @@ def chunk(role: Role, number: int) -> Chunks:
 
 
 def send(what: Chunks, peer: int) -> Step:
-    """`what` leaves for `peer`."""
+    """`what` is sent to `peer`."""
     return Step(Kind.SEND, what, peer)
 
 

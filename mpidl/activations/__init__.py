@@ -6,7 +6,7 @@
     modules        `checkpoint_modules`: checkpoints in a model that is not written for them
     store          moves a checkpoint into memory, over the ranks of a group or to disk, and back
     arena, disk    the memory and the file that a store uses
-    first_fit      allocates places in either
+    first_fit      allocates slots in either
 
 Here "checkpoint" is a saved input, and `mpidl.checkpoint` saves a training. Models of mpidl have checkpoints of their
 own, without a store (`models.segments`).

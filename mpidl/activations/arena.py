@@ -64,7 +64,7 @@ class Arena:
 
 
 class ArenaSlot:
-    """A checkpoint's place, held as long as this object lives."""
+    """A checkpoint's slot in the arena, held as long as this object lives."""
 
     def __init__(
         self, given_back: deque[tuple[int | None, int]], start: int | None, size: int, flat: torch.Tensor

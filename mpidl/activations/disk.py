@@ -3,7 +3,7 @@
     forward     checkpoint -> one of two buffers -> a thread writes it          waits only if both are being written
     backward    a thread reads the one before  <-  this one is used
 
-One thread (`mpidl-activations`) does all in the order of the calls, so that a place may be written anew as soon as it
+One thread (`mpidl-activations`) does all in the order of the calls, so that a slot may be written anew as soon as it
 was given back. It runs no collective, and ends with the file.
 """
 
@@ -71,11 +71,11 @@ class ActivationFile:
             self._free.put(buffer)
 
     def read(self, target: torch.Tensor, at: int) -> Future[None]:
-        """Fills a contiguous tensor from a place in the file, once all that was put before is written."""
+        """Fills a contiguous tensor from a slot of the file, once all that was put before is written."""
         return self._worker.submit(self._file.read, target, at)
 
     def give_back(self, start: int) -> None:
-        """Frees a place. Reading and writing that are under way come before what is put there next."""
+        """Frees a slot. Reading and writing that are under way come before what is put there next."""
         self._given_back.append(start)
 
     def check(self) -> None:
@@ -101,7 +101,7 @@ class ActivationFile:
 
 
 class DiskSlot:
-    """A checkpoint's place in the file, held as long as this object lives."""
+    """A checkpoint's slot in the file, held as long as this object lives."""
 
     def __init__(self, file: ActivationFile, start: int, size: int, dtype: torch.dtype) -> None:
         self._file, self._start, self._size, self._dtype = file, start, size, dtype

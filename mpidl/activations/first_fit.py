@@ -1,4 +1,4 @@
-"""First-fit allocator of a run of bytes: takes the first free place that is large enough; places return in any order.
+"""First-fit allocator of a run of bytes: takes the first free slot that is large enough; slots return in any order.
 
     [ ## taken ## | free | # taken # | free ............ ]
 
@@ -27,7 +27,7 @@ class Space:
         self._taken: list[tuple[int, int]] = []  # (start, end), in order
 
     def take(self, nbytes: int) -> int | None:
-        """The start of the first free place of `aligned(nbytes)` bytes; None if there is none."""
+        """The start of the first free slot of `aligned(nbytes)` bytes; None if there is none."""
         size, start = aligned(nbytes), 0
         for begin, end in self._taken:
             if start + size <= begin:
@@ -40,7 +40,7 @@ class Space:
         return start
 
     def give_back(self, start: int) -> None:
-        """Frees the place that starts there."""
+        """Frees the slot that starts there."""
         number = next(n for n, (begin, _) in enumerate(self._taken) if begin == start)
         begin, end = self._taken.pop(number)
         self.used -= end - begin

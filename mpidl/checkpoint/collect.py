@@ -13,7 +13,7 @@ WHOSE/0, WHOSE/1, ...                 tensors inside other states, numbered. WHO
 rank00001/...                         what each rank has of its own: random states, a hook's state, weights that
                                       differ between the ranks for a while (post-local SGD, no_sync), with their states
 
-Of a model that lies over a mesh, a rank writes what `joining` leaves to it of its part's cuts. Each part describes the
+Of a model that lies over a mesh, a rank writes what `joining` assigns to it of its part's cuts. Each part describes the
 states of the parameters for which it speaks; `joined` puts these descriptions together.
 """
 

@@ -1,4 +1,4 @@
-"""Elements that two cuts of one tensor have in common, and the places where each has them.
+"""Elements that two cuts of one tensor have in common, and the indices at which each has them.
 
     whole      [ 0 1 2 3 4 5 6 7 8 ]
     one        [ 0 1 2     6 7 8 ]      runs (0, 3), (6, 9); its own elements are 0..6

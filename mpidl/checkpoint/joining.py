@@ -4,7 +4,7 @@
     tp=1    wte [rows 5..9]   ln   kv [heads 1, 2]   q [heads 4, 5, 6]
     whole   wte [rows 0..9]   ln   kv [heads 0..3]   q [heads 0..7]            shapes and names of one process
 
-Every element is written once: a part leaves out elements that a part before it holds, and parts that hold the same
+Every element is written once: a part does not write elements that a part before it holds, and parts that hold the same
 elements of a tensor write a share each. A model joins if a name stands in one stage of pp (other copies are placed with
 counted=False), if every parameter that is placed on tp or ep has a cut or stands in one part alone, and if shapes and
 dtypes agree. Every rank computes this of the same declarations, so that all come to the same answer. What does not join

@@ -2,7 +2,7 @@
 
 torch's schedulers take every key as an attribute, and its GradScaler any number: a None in place of a number would be
 loaded without an error and fail in a later step, and what is missing would begin again. A value has to be of the kind
-that the scheduler here has at its place, and some have a range. A scheduler made with other settings is not refused.
+that the scheduler here has under that key, and some have a range. A scheduler made with other settings is not refused.
 
 A saved state may lack settings, for which those here stand, so that one of an older torch is loaded. It may not lack
 what tells how far the schedule has come.

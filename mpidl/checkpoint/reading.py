@@ -4,7 +4,7 @@
     slices    [ rank00000 | rank00001   | rank00002   ]      each read from where low..high overlaps it
 
 Long runs of elements that both have side by side are read into memory of the same dtype on the CPU directly, into other
-memory through a buffer of one block. Of short ones, as of columns, many are read at once and put in their places.
+memory through a buffer of one block. Of short ones, as of columns, many are read at once and copied to their indices.
 """
 
 from __future__ import annotations

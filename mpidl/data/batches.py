@@ -1,8 +1,8 @@
 """Batches of a text: the sequences that a rank trains on in each step.
 
-The global batch of a step is some sequences at random places, which depend on the seed and the step alone.
-Rank r takes the r-th share of it, micro-step by micro-step, so that the same global batch is trained on
-whatever the number of ranks.
+The global batch of a step is some sequences that begin at random tokens, which depend on the seed and the step alone.
+Rank r takes the r-th share of it, micro-step by micro-step, so that any number of ranks trains on the same global
+batch.
 """
 
 from __future__ import annotations

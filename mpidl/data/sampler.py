@@ -1,4 +1,4 @@
-"""The samples of a dataset that a rank trains on, and the place where an interrupted epoch goes on.
+"""The samples of a dataset that a rank trains on, and the sample at which an interrupted epoch goes on.
 
     order of an epoch    7 2 9 0 5 3 8 1 6 4     from seed + epoch, the same on every rank
     over 2 ranks         0 1 0 1 0 1 0 1 0 1     whose sample each is
@@ -37,7 +37,7 @@ class DistributedSampler(Sampler[int]):
 
     Call `set_epoch` before each epoch, or every epoch has the order of the first one.
 
-    A pass over the sampler begins at the epoch's first sample, but for the first one after `load_state_dict`, which
+    A pass over the sampler begins at the epoch's first sample, except the first one after `load_state_dict`, which
     begins where the state was taken. An index counts as consumed once it is handed out. A DataLoader takes indices
     ahead of time; mpidl.data.DataLoader therefore sets `follows` and counts with `consumed` what it has handed out
     itself.

@@ -5,7 +5,7 @@
     bucket 1            fills             is reduced in B
     bucket 2                              fills                     is reduced in A
 
-Two buffers rotate in place of the arena that holds all gradients, as large as the two largest buckets of a dtype. A
+Two buffers, used in turn, replace the arena of all gradients, as large as the two largest buckets of a dtype. A
 gradient stays where autograd has put it until its bucket is filled; then it is copied to the buffer, and released once
 the bucket's reduction has begun.
 

@@ -1,6 +1,6 @@
 """Order of the parameters in the buckets, and with it of the buckets: the same on every rank.
 
-    arena, one a dtype   [ bucket 0: g9 g8 | bucket 1: g7 g6 g5 | ... ]      a parameter's `.grad` is its place in here
+    arena, one a dtype   [ bucket 0: g9 g8 | bucket 1: g7 g6 g5 | ... ]      a parameter's `.grad` is its slot in here
     first pass           buckets by the reverse of `parameters()`
     after it             by the order in which gradients arrived on rank 0, which all ranks take over
 

@@ -1,10 +1,10 @@
-"""Computes the weight gradients of linear layers in their places in the buckets, without a copy.
+"""Computes the weight gradients of linear layers in their slots in the buckets, without a copy.
 
-    else      x, dy -> dW in new memory -> autograd makes that `.grad` -> copied to its place in the bucket
-    here      x, dy -> dW in its place in the bucket -> autograd makes that `.grad`
+    else      x, dy -> dW in new memory -> autograd makes that `.grad` -> copied to its slot in the bucket
+    here      x, dy -> dW in its slot in the bucket -> autograd makes that `.grad`
 
 For that a layer computes by an autograd function of this file: the same products as by torch's own, with the same bits,
-as a place in a bucket is aligned to a cache line, like new memory. Where a gradient cannot be written to its place
+as a slot in a bucket is aligned to a cache line, like new memory. Where a gradient cannot be written to its slot
 (something is in `.grad` already, a hook of the user's is to see it, the pass is not one that is averaged, ...) it is
 computed in new memory as usual.
 """

@@ -1,11 +1,11 @@
 """Detects parameters that came into a module after it was wrapped, or have another shape since.
 
     model.resize_token_embeddings(60)         a new parameter, or other memory in the old one
-    model.load_state_dict(..., assign=True)   new parameters in the place of the old ones
-    layer.weight = nn.Parameter(...)          a new one in the place of the old one
+    model.load_state_dict(..., assign=True)   new parameters replace the old ones
+    layer.weight = nn.Parameter(...)          a new one replaces the old one
     model.adapter = nn.Linear(4, 4)           new parameters join the others
 
-No bucket has a place for these: each rank would train its own. Every pass compares the entries of all modules by
+No bucket has a slot for these: each rank would train its own. Every pass compares the entries of all modules by
 identity, in loops of C, and the shapes; only where one differs is the module searched.
 """
 

@@ -2,13 +2,13 @@
 
     the pass begins           agree on what trains, lay the buckets out      `trained_parameters`, `bucket_order`
                               which parameters not to wait for               `unused_parameters`
-    a gradient arrives        copy it to its place in its bucket             here
+    a gradient arrives        copy it to its slot in its bucket              here
     a bucket is full          launch it, if all before it are launched       `bucket_means`
     the pass ends             wait for the means                             `bucket_means`
                               agree on what the ranks have reached           `reached_parameters`
                               the means are `.grad`                          here
 
-Who runs what: all of it runs in the thread of the backward pass, but the reductions (`bucket_means`). Collectives, in
+Who runs what: all runs in the thread of the backward pass, except the reductions (`bucket_means`). Collectives, in
 this order on every rank, all on the wrapper's Communicator; a forward pass has none, so a rank may run one alone:
 
     the pass begins     a small all-reduce: what trains

@@ -1,4 +1,4 @@
-"""Retirement of a wrapper as it is freed: its hooks leave the parameters, its Communicator becomes free for others.
+"""Retirement of a wrapper as it is freed: removes its hooks from the parameters, frees its Communicator for others.
 
 Nothing of the engine refers to the wrapper, so that its hooks are gone as soon as it is, on every rank. Where a
 communication hook or the module does, the garbage collector frees them all.

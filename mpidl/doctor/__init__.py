@@ -1,4 +1,4 @@
-"""Looks at a machine, and at a job's place on it, before a training does: `mpirun -n 4 python -m mpidl.doctor`.
+"""Checks a machine, and how a job's ranks lie on it, before training: `mpirun -n 4 python -m mpidl.doctor`.
 
 facts      what each rank sees
 speed      speeds of memory copies and of the collectives

@@ -1,4 +1,4 @@
-"""Layout of gradients in buckets: each parameter's place in a flat buffer, and the buffer's cuts over the ranks.
+"""Layout of gradients in buckets: each parameter's slot in a flat buffer, and the buffer's cuts over the ranks.
 
     parameters, in reverse     p9  p8  p7 | p6 p5 | p4 ...       about the order in which gradients arrive
     bucket 0                  [g9 0 | g8 0 | g7 0 | 0 0 ]        each is aligned to a cache line
@@ -81,7 +81,7 @@ class BucketLayout:
         return flat[rank * self.shard_size : (rank + 1) * self.shard_size]
 
     def views(self, flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-        """The parameters' places in a buffer, as views of the given shapes."""
+        """The parameters' slots in a buffer, as views of the given shapes."""
         places = zip(self.offsets, self.sizes, shapes, strict=True)
         return [flat[offset : offset + size].view(shape) for offset, size, shape in places]
 
@@ -148,7 +148,7 @@ def by_rank(comm: Communicator, operation: str) -> str:
 
 
 def parameter_view(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter's place, a flat piece of storage, as a view of its shape and, where it is dense, of its strides."""
+    """A parameter's slot, a flat piece of storage, as a view of its shape and, where it is dense, of its strides."""
     if parameter.is_contiguous():
         return flat.view(parameter.shape)
     expected = 1
@@ -169,7 +169,7 @@ class GradientBucket:
 
     layout: where each parameter lies, and how the bucket is cut over the ranks; by default not cut.
     flat: the storage, `layout.padded` elements, or None while it is not needed.
-    views: the parameters' places in it.
+    views: the parameters' slots in it.
     ready: per parameter, whether this backward pass has finished it.
     launched: whether this pass has started the collective.
     work: the collective under way.

@@ -17,7 +17,7 @@ from ..errors import ConfigurationError
 
 
 def place_of_model(what: str, model: torch.nn.Module, ignored: Container[str] = (), device: Any = None) -> Place:
-    """The place of a model's parameters and buffers, but those of ignored names.
+    """The Place of a model's parameters and buffers, except those of ignored names.
 
     what: the argument that the model is.
     device: where those on the meta device are to be; by default with the others, or in the host's memory.

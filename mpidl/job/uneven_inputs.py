@@ -4,7 +4,7 @@
     rank 1:  batch  batch | hooks       |  all take over the states of one that ended last
     rank 2:  batch  batch  batch | hooks|
 
-A rank with batches takes a turn before each group of collectives: a small all-gather that tells which object
+A rank with batches takes a turn before each series of collectives: a small all-gather that tells which object
 communicates next. A rank without batches takes part in it, and calls that object's join hook after each turn. Turns
 have a Communicator of their own.
 """

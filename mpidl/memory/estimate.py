@@ -12,7 +12,7 @@ Psi parameters, N ranks; fp32 Adam, and mixed precision with K = 12 bytes a para
 where the second summand, gradients, follows the dtype in which stages 1 to 3 reduce them (`zero.Precision`), and N is
 the number of ranks over which state is cut: all, or those of a `shard_group` (hybrid sharding, Zhao et al. 2023,
 "PyTorch FSDP", section 3.2.2). The estimate adds the gradient buckets and, for stage 3 over several nodes, the units
-that are whole. Under tensor parallelism Psi are the parameters that the model's plan leaves a rank, and N ranks of dp.
+that are whole. Under tensor parallelism Psi are the parameters that a rank has by the model's plan, and N ranks of dp.
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections 3 and
 5.
 """

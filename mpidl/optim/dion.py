@@ -207,7 +207,7 @@ class Dion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def average_momenta(self) -> None:
-        """Replaces each rank's momenta by their mean, which changes no later step but for rounding. Collective.
+        """Replaces each rank's momenta by their mean, which changes no later step except by rounding. Collective.
 
         mpidl.checkpoint.save has it done by the hook's DionState.
         """
@@ -259,7 +259,7 @@ class DionState:
 
 
 def dion_hook(state: DionState, bucket: GradBucket) -> Handle:
-    """DDP's communication hook: averages gradients, but for those of Dion's matrices, which stay each rank's own."""
+    """DDP's communication hook: averages gradients, except those of Dion's matrices, which stay each rank's own."""
     optimizer = state.optimizer
     matrices = optimizer.matrices()
     others = [g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True) if p not in matrices]

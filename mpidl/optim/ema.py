@@ -1,4 +1,4 @@
-"""EMA: an exponential moving average of the weights, to evaluate and to ship in place of the last ones.
+"""EMA: an exponential moving average of the weights, to evaluate and to ship instead of the last ones.
 
     average  <-  decay * average + (1 - decay) * weights        after each step
 

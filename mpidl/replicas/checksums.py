@@ -1,8 +1,8 @@
 """Checksums of tensors, 8 bytes each, and where they differ over the ranks.
 
 The checksum takes in rows of 64 KiB one after another, having multiplied and shifted what came before, so that it runs
-about as fast as memory is read. A single element that differs always shows, and so, but for a chance of 2^-64, does
-all else that differs, such as rows in another order.
+about as fast as memory is read. A single element that differs always shows. All else that differs, such as rows in
+another order, shows too, except with a probability of 2^-64.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@
 
 So tp = 1, 2, 3 and 4, and sequences whole or in pieces, drop the same elements, and losses can be compared with dropout
 on. The generator is counter-based (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): a number is a
-function of its place. The function is SplitMix64's (Steele et al. 2014, "Fast splittable pseudorandom number
+function of its index. The function is SplitMix64's (Steele et al. 2014, "Fast splittable pseudorandom number
 generators").
 
-A mode of torch's functions takes the place of dropout and of attentions with dropout while a module of the model runs,
+A mode of torch's functions replaces dropout and attentions with dropout while a module of the model runs,
 also where an activation checkpoint runs it again in backward: `IndexedForward` runs around each module.
 """
 

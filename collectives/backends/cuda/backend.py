@@ -1,7 +1,7 @@
 """The backend of arrays on GPUs: one rank's operations there, as Tasks in the order of the caller's stream.
 
-For arrays on a GPU it takes the place of the backends of `backends.registry`: `group` chooses a transport by what the
-ranks' GPUs and the MPI library can do, and calls the host's backends for the host's part.
+Arrays on a GPU use it instead of the backends of `backends.registry`: `group` chooses a transport by what the ranks'
+GPUs and the MPI library can do, and calls the host's backends for the work on the host.
 """
 
 from __future__ import annotations

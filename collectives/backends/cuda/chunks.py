@@ -1,10 +1,10 @@
 """The chunks of a staged operation: what of an array goes to the host, what the host does, what comes back.
 
-    GPU    x    | . . a a a | . . b b b |            a Chunk's gives: pieces of x, each to its place in host memory
+    GPU    x    | . . a a a | . . b b b |            a Chunk's gives: pieces of x, each to its offset in host memory
                       |           |
     host        | a a a | b b b | . . . |            the host's operation, on parts of that memory
                       |
-    GPU    out        | a a a |                      its takes: pieces of host memory, each to its place in out
+    GPU    out        | a a a |                      its takes: pieces of host memory, each to its offset in out
 
 Every rank cuts an operation into as many chunks. A chunk is the n-th piece of every rank's part, so that each of the
 host's operations is of the same kind as the whole.
@@ -40,7 +40,7 @@ class Chunk:
     """One of the host's operations.
 
     x, out: where in the host's memory its arrays lie.
-    counts: elements of each rank's part, or of what leaves for each rank.
+    counts: elements of each rank's part, or of what is sent to each rank.
     coming: of what comes from each.
     elements: of its larger array, the same on all ranks.
     """

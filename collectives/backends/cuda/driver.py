@@ -1,4 +1,4 @@
-"""CUDA, through cupy's runtime API. The one place that imports cupy, and only when an array on a GPU shows up."""
+"""CUDA, through cupy's runtime API. The only module that imports cupy, at the first array on a GPU."""
 
 from __future__ import annotations
 

@@ -9,15 +9,16 @@ slice only, with the ranks of the same local number on the other nodes:
     receive     wait for the finished parts of the other nodes                                t - 3
     copy out    all slices from the node's memory                                             t - 4
 
-In every tick each stage does one segment, so that in the steady state two segments travel while three are at work in
-the nodes. Between two ticks the ranks of the node wait for each other. A link carries 2 n (N - 1) / N bytes of n in
-each direction, N nodes, which is the least there can be; the L local ranks' messages share it.
+In every tick each step of the pipeline does one segment. In the steady state two segments travel, while the nodes work
+on three. Between two ticks the ranks of the node wait for each other. A link carries 2 n (N - 1) / N bytes of n in each
+direction, N nodes, which is the least there can be; the L local ranks' messages share it.
 
 Contributions are added in the order of ranks in the node, then of nodes, in the accumulating dtype; fp16 and bf16
 travel as fp32 until they are complete and are rounded once. So results are the same bits on every rank.
 
-A node of one rank has nothing to copy or to combine. Messages leave x and finished parts arrive in x, and what travels
-is each rank's own contribution, which fp16 and bf16 hold exactly: half the bytes of fp32, with the same bits.
+A node of one rank has nothing to copy or to combine. Its contribution is sent from x, and finished parts are received
+in x. fp16 and bf16 are then sent in 16 bits, which hold one rank's contribution exactly: half the bytes of fp32, with
+the same bits.
 
 A slice that is small goes to every node whole, and every node adds all of it: one message's latency instead of two.
 """
@@ -68,7 +69,7 @@ class _Views:
 class _InFlight:
     """One all-reduce in flight.
 
-    views: None where nothing goes through the node's memory, and messages leave and enter x.
+    views: None where nothing goes through the node's memory, and messages are sent from x and received in x.
     size: elements of a segment.
     sources: every local rank's x, where the node can read it; else None.
     """

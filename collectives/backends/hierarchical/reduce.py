@@ -54,7 +54,7 @@ class _InFlight:
 
     size: elements of a segment.
     heads: the leader of each node.
-    direct: messages leave x itself.
+    direct: messages are sent from x itself.
     sources: every local rank's x, where the node can read it.
     requests, sums: of a segment, at its leader.
     sums: of each node, at the root.

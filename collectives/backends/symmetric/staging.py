@@ -86,7 +86,7 @@ class Staging:
                 function(*arguments)
 
     def run(self, stages: Stages, dtype: DType, filled: bool) -> None:
-        """Runs every stage on every chunk; the same on all ranks, also on one that has nothing to do in a stage.
+        """Runs every step of the pipeline on every chunk; the same on all ranks, also on one with nothing to do in it.
 
         filled: whether all ranks have called `fill`.
         """

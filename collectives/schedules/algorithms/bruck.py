@@ -7,7 +7,7 @@ end of the buffer and is then sent as two messages; nothing is rotated at the en
     5 ranks, rank 0 holds       c0  |  c0 c1  |  c0 c1 c2 c3  |  c0 c1 c2 c3 c4
     and gets, from rank             1         2               4
 
-All-to-all: what must travel j places to the right goes 2^k places in round k wherever bit k of j is set. Every rank
+All-to-all: what must travel j ranks to the right goes 2^k ranks in round k wherever bit k of j is set. Every rank
 sends about n / 2 bytes a round, in one message that is packed first: fewer messages than pairwise and more bytes, so
 the choice for short messages. What is passed on for others has sizes that only its sender and receiver know, so all
 ranks must make the same cuts, as by default: splits are refused. (Bruck, Ho, Kipnis, Upfal and Weathersby 1997,
@@ -76,7 +76,7 @@ def _copies(pairs: list[tuple[tuple[Role, int], tuple[Role, int]]]) -> Round:
 def all_to_all(ranks: int) -> Schedule:
     """log2 p rounds, rounded up, of at most n / 2 bytes; for equal cuts on all ranks.
 
-    Work begins with the message that leaves; what comes in round k stays in an area of its own until it goes on.
+    Work begins with the message that is sent; what comes in round k stays in an area of its own until it goes on.
     """
     moving = []  # by round: the distances j whose chunks move
     bit = 1

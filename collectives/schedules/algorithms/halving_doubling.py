@@ -8,7 +8,7 @@
 
 The reduce-scatter is the all-gather of `recursive_doubling` run backwards, and so it works for any p: where p is no
 power of two both go around a circle at doubling distances, as in Bruck's all-gather, in log2 p rounds, rounded up.
-Every rank sends n (p - 1) / p bytes in each of the two phases, whatever p. (Thakur, Rabenseifner and Gropp 2005,
+Every rank sends n (p - 1) / p bytes in each of the two, for any p. (Thakur, Rabenseifner and Gropp 2005,
 "Optimization of collective communication operations in MPICH", section 4; for the circle Traeff 2023, "Optimal,
 non-pipelined reduce-scatter and allreduce algorithms".)
 """

@@ -10,7 +10,8 @@ A movement is a list of *channels*. A channel carries the parts that the ranks o
 
 or those that a rank has for the others of its own node, which take them out of its memory. Ranks of a node share the
 channels to and from the other nodes. No rank puts anything where the parts lie one behind the other in the sender's
-input, and none gets anything where they do so in the receiver's output: then the message leaves, or arrives, there.
+input, and none gets anything where they do so in the receiver's output: then the message is sent from that input, or
+received in that output.
 
 A reduce adds up each node's contributions, a slice a rank, in the memory of one rank; its sum goes to the root.
 

@@ -8,7 +8,7 @@ rank of each block, which then has its whole prefix, sends it to the middle of t
                           1 -> 3              5 -> 7                     1 -> 2    3 -> 4    5 -> 6
                                     3 -> 7
 
-A rank only sends or only receives in a round, so that no partial result leaves while it is overwritten. The exclusive
+A rank only sends or only receives in a round, so that no partial result is sent while it is overwritten. The exclusive
 prefix of a rank is the inclusive one of the rank before it: one round more, into the second half of work.
 """
 

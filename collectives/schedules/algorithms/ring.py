@@ -1,4 +1,4 @@
-"""Ring algorithms: every rank sends to its right neighbour only; optimal in bytes, p - 1 rounds a phase.
+"""Ring algorithms: every rank sends to its right neighbour only; optimal in bytes.
 
     reduce-scatter, 4 ranks: a partial sum of each chunk travels once around and ends, complete, at its owner
 
@@ -8,8 +8,9 @@
           3     sends c1    sends c2    sends c3    sends c0
         holds   c0          c1          c2          c3
 
-Bytes a rank: n (p - 1) / p for a phase, twice that for all-reduce (Patarasuk and Yuan 2009, "Bandwidth optimal
-all-reduce algorithms for clusters of workstations", section 3).
+Reduce-scatter and all-gather each take p - 1 rounds and n (p - 1) / p bytes a rank. An all-reduce is one after the
+other, and takes twice that (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations", section 3).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     v += u                        what is accumulated of it                              the remainder
     sent: the largest |v|;        there u = v = 0, in the rest both remain
 
-Momentum of the mean would forget what has not been sent; so it is applied before sending, in place of the optimizer's
+Momentum of the mean would forget what has not been sent; so it is applied before sending, instead of the optimizer's
 (correction and masking of momentum). The part that is sent falls over `warmup` reduced passes from 25 % to the part
 that is set.
 

@@ -123,7 +123,7 @@ def _blocks_of(elements: int, ranks: int) -> int:
 
 
 def pieces_of(elements: int, peers: int) -> tuple[tuple[int, int], ...]:
-    """(start, stop) of each peer's piece of a section, whole blocks of a compressor but for the last."""
+    """(start, stop) of each peer's piece of a section, whole blocks of a compressor except the last."""
     size = _blocks_of(elements, peers)
     edges = [min(number * size, elements) for number in range(peers + 1)]
     return tuple(pairwise(edges))

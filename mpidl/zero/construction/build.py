@@ -4,7 +4,7 @@
     parameters  rank 0's values go to all; the model takes on `precision`; a strategy cuts its parameters into shards
     gradients   buckets of the same layouts, hooks of autograd, `.grad` attributes
     values      what had none (meta device, files) is filled into shards and masters
-    inner       an optimizer of slices, or what steps in its place: offloaded, or on whole parameters
+    inner       an optimizer of slices, or one that replaces it: offloaded, or on whole parameters
     guards      hooks that refuse copies, foreign weights and moved memory; steps in backward
 
 Every rank makes the same collectives in the order of this file. The model's hooks keep `watch`, and by it the gradients

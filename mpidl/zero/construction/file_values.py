@@ -1,6 +1,6 @@
 """Initial values from safetensors files, of which a rank reads the rows that hold its slices.
 
-Of a parameter that is cut over tp, a slice is one of this rank's part of it, which is in several places of the file:
+Of a parameter that is cut over tp, a slice is one of this rank's part of it, which is in several ranges of the file:
 
     file    q0 q1 q2 q3 k0 k1 k2 k3      rank 0 of tp has q0 q1 k0 k1, and of these its second rank of dp reads the
             q4 q5 q6 q7 k4 k5 k6 k7      second row: q4 q5 k4 k5

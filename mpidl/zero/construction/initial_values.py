@@ -1,7 +1,7 @@
 """Gives initial values to parameters and buffers on the meta device, and to parameters that precision converts.
 
 of      decides where each tensor's values come from; refuses what cannot work, and changes nothing
-begin   puts placeholders in their place: ordinary parameters that hold one element, whatever their shape
+begin   replaces them by placeholders: ordinary parameters that hold one element, whatever their shape
         ... the optimizer cuts placeholders into shards, makes masters of them ...
 finish  fills shards and masters, a tensor at a time
 """

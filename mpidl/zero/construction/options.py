@@ -20,7 +20,7 @@ from .module_values import InitFn
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments of ZeroOptimizer but for the model, the optimizer's class and its settings; documented there."""
+    """Arguments of ZeroOptimizer except the model, the optimizer's class and its settings; documented there."""
 
     stage: int
     params: Params

@@ -1,4 +1,4 @@
-"""A communication hook in place of a bucket's reduce-scatter: the bucket as the hook sees it, and the hook's result.
+"""A communication hook instead of a bucket's reduce-scatter: the bucket as the hook sees it, and the hook's result.
 
 Both run in the thread of the backward pass. The hook starts the communication, for the same buckets in the same order
 on every rank; `take_result` waits for it as the engine waits for its own reductions.

@@ -4,13 +4,13 @@
 
 | module | what it is |
 |---|---|
-| `settings` | the argument `offload=`: the names of the places, and their checks |
+| `settings` | the argument `offload=`: the memories to offload to, by name, and the checks |
 | `offloaded_slice` | a parameter's slice whose master may lie in CPU memory or in the file |
 | `swap_file` | the storage on disk: a file, its regions, and their positions in a buffer |
 | `disk_space` | the bytes that the file needs, predicted, and the file of that size |
 | `sub_groups` | the chunks of slices that are read, stepped on and written together |
 | `triple_buffering` | reads the next sub-group and writes the last one while one is stepped on |
-| `optimizer` | the optimizer inside ZeroOptimizer in place of torch's; delayed updates |
+| `optimizer` | the optimizer inside ZeroOptimizer instead of torch's; delayed updates |
 | `state_mapping` | the state of every slice as a mapping |
 
 To add a place to offload to: its name and checks in `settings.Offload`; a storage with the public methods of

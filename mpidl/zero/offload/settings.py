@@ -1,4 +1,4 @@
-"""The argument `offload=`: the place of optimizer state, the size of the buffer, and whether updates are delayed."""
+"""The argument `offload=`: the memory of optimizer state, the size of the buffer, and whether updates are delayed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLACES = ("cpu", "disk")
 
 @dataclass(frozen=True)
 class Offload:
-    """The place in which ZeroOptimizer keeps optimizer state and fp32 masters.
+    """The memory in which ZeroOptimizer keeps optimizer state and fp32 masters.
 
     to: "cpu", memory of the host, in which they lie anyway where the model is on the CPU: then only `delayed_update`
         changes anything. "disk": a file for each rank.

@@ -1,7 +1,7 @@
 """Gathers shards of parameters as messages of a compressor, so that fewer bytes are sent.
 
     shard of rank r    blocks of 256 values -> message r: fp32 scales, int8 codes      each rank, of its own shard
-    all-gather         [ message 0 | message 1 | ... ]      into one place for all units, in turn
+    all-gather         [ message 0 | message 1 | ... ]      into one buffer, which all units use in turn
     whole              [ values 0  | values 1  | ... ]      out of all messages, the own one too
 
 All ranks compute with what the messages say, the owner of a shard too, so they have the same bits, in forward and

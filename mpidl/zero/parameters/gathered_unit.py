@@ -1,7 +1,7 @@
-"""A unit of stage 3 over several nodes: a rank's shards of it, and the place where its node keeps it whole.
+"""A unit of stage 3 over several nodes: a rank's shards of it, and the memory in which its node keeps it whole.
 
 shard         this rank's part of each flat group of parameters; the optimizer steps on it; always in memory
-whole         the flat group, at its place in memory that the node's ranks share; `gather` brings its pages, `discard`
+whole         the flat group, in memory that the node's ranks share; `gather` brings its pages, `discard`
               gives them back; the addresses stay, so that what autograd has saved of it is right once gathered anew.
               It holds the shards' values; with `compress_parameters=` decompressed ones, except in `gathered`
 views         of `whole`, of the parameters' shapes: the parameters' data while the unit is held
@@ -47,7 +47,7 @@ class FlatParameters:
 
     @property
     def whole(self) -> torch.Tensor:
-        """The place where it is gathered."""
+        """The memory in which it is gathered."""
         return self._pages.tensor(self._start, self.layout.padded, self._dtype)
 
     def places(self) -> dict[torch.nn.Parameter, int]:
@@ -115,9 +115,9 @@ class FlatParameters:
 class UnitState(Enum):
     """The memory that a unit takes on this rank, besides its shard, which is always there.
 
-    RELEASED: the parameters are placeholders of one element. The node's place of the whole unit has no pages, unless
+    RELEASED: the parameters are placeholders of one element. The node's memory of the whole unit has no pages, unless
         another rank of the node holds the unit.
-    HELD: the parameters are views of the whole unit at its node's place. Its module computes, or its backward pass is
+    HELD: the parameters are views of the whole unit in its node's memory. Its module computes, or its backward pass is
         not complete; then it is released.
     HELD_TO_END: the same until the end of the pass, as something may read the weights that cannot be followed: an
         output that is a view of them, a use outside the module, gradients that come by other ways than the outputs.
@@ -202,13 +202,13 @@ class GatheredUnit:
         return self.wants_exact in (None, self.exact)
 
     def gather(self, comm: Communicator, exact: bool) -> int:
-        """Makes it whole at its node's place, from all ranks' shards. Collective. Returns the gathered bytes."""
+        """Makes it whole in its node's memory, from all ranks' shards. Collective. Returns the gathered bytes."""
         self.exact = exact or self._compressed is None
         compressed = None if self.exact else self._compressed
         return sum(flat.gather(comm, self._reserves, compressed) for flat in self.flats)
 
     def discard(self) -> None:
-        """Gives its node's place back; no rank of the node holds it."""
+        """Gives its node's memory back; no rank of the node holds it."""
         if self._reserves:
             for flat in self.flats:
                 flat.discard()

@@ -1,7 +1,7 @@
 """Tensor subclass that calls back before an operator reads a parameter, to wait for it or to gather it.
 
-`watch` gives a parameter a class of its own, made of the class that it had, whose `__torch_function__` torch calls in
-place of an operator. `unwatch` gives it its class back; a parameter that is not watched costs nothing.
+`watch` gives a parameter a class of its own, made of the class that it had, whose `__torch_function__` torch calls
+instead of an operator. `unwatch` gives it its class back; a parameter that is not watched costs nothing.
 """
 
 from __future__ import annotations

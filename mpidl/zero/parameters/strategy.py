@@ -51,7 +51,7 @@ NamesOf = Callable[[Iterable[torch.nn.Parameter]], list[str]]
 
 
 class ParameterStrategy(Protocol):
-    """The verbs by which the parts of a ZeroOptimizer use the place where its parameters live.
+    """The verbs by which the parts of a ZeroOptimizer use its parameters, wherever these live.
 
     The bodies here are those of a strategy whose parameters are whole at any time, in place, on every rank; the methods
     marked as abstract are each strategy's own.

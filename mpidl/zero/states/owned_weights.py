@@ -2,7 +2,7 @@
 
     averages   [ rank 0's slices ] [ rank 1's slices ]      of the shapes of `values`, in memory of their own
     values     [ rank 0's slices ] [ rank 1's slices ]      fp32 masters where there are any
-    replaced   values kept aside, averages written in their place and shown to every rank; at the end put back
+    replaced   values kept aside, averages written over them and shown to every rank; at the end put back
 
 `replaced` waits for all ranks when its block begins and when it ends, as weights may lie in memory that a node shares.
 """

@@ -104,7 +104,7 @@ class SliceSteps(InnerOptimizer):
 
 
 def state_tensors(entries: Any) -> list[torch.Tensor]:
-    """The tensors of states, but for numbers."""
+    """The tensors of states, without numbers."""
     return [v for entry in entries for v in entry.values() if torch.is_tensor(v) and v.dim() > 0]
 
 
