@@ -32,7 +32,7 @@ The ranks, and the job that they are:
     launch/            python -m mpidl.launch: starts a failed job again
     doctor/            python -m mpidl.doctor: looks at the machine, and at how the job's ranks lie on it
 
-Parts of a training program:
+For training programs:
 
     models/, data/     GPT-2, BERT, ResNet; texts, images, tokenizers, samplers, loaders
     nn/, optim/        SyncBatchNorm; LARS, LAMB, 8-bit and 1-bit Adam, DiLoCo, Dion, EMA, schedules

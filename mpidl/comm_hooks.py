@@ -3,7 +3,7 @@
     wrapped.register_comm_hook(None, mpidl.comm_hooks.bf16_compress)        of DistributedDataParallel
     optimizer.register_comm_hook(None, mpidl.comm_hooks.bf16_compress)      of ZeroOptimizer
 
-    DDP       bucket [ a whole model's part ]  hook ->  the mean of all of it
+    DDP       bucket [  g9   |  g8   |  g7   ] hook ->  the mean of all of it
     ZeRO      bucket [ shard | shard | shard ] hook ->  the mean of this rank's shard, or of all of it
 
 A hook is called as `hook(state, bucket)`, on every rank for the same buckets in the same order, as soon as a bucket is

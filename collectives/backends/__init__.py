@@ -8,7 +8,7 @@
     symmetric/  "symmetric": one copy, inside a node
     hierarchical/
                 "hierarchical": symmetric inside nodes, a schedule between them
-    cuda/       all operations on GPU arrays; the host's part of them uses the other backends
+    cuda/       all operations on GPU arrays; their work on the host uses the other backends
     registry    makes the backends of a group, by the names that `algorithm=` takes
     selection   "auto": which of them serves an operation of so many bytes
     tables      by which "auto" chooses: tuned, calibrated, or the defaults of an MPI library

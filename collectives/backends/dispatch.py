@@ -1,7 +1,7 @@
 """One rank's view of a group: its backends, the memory that they need, and the way to its GPUs.
 
 An operation on host memory is the call of the backend that is chosen for it (`backend`, `registry`, `selection`); one
-on GPU memory goes to `cuda.backend`, which calls this object for the host's part of it. Calls run in the order of
+on GPU memory goes to `cuda.backend`, which calls this object for its work on the host. Calls run in the order of
 issue, one at a time, in the caller's thread or the progress thread.
 """
 

@@ -1,4 +1,4 @@
-"""The parts of a Communicator below its collectives.
+"""The base classes and objects of a Communicator below its collectives.
 
 Methods, each file a class from which the Communicator derives:
 memory          arrays that ranks share

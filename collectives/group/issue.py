@@ -3,7 +3,7 @@
     at once    in the caller's thread, if nothing is queued
     queued     with async_op, or behind what is queued: in the progress thread
     timeout    with one of its own an operation runs in the progress thread, and is left there when it passes
-    compound   while one runs, the operations that its thread issues run at once, as its parts
+    compound   while one runs, the operations that its thread issues run at once, inside it
 
 Each operation is noted in `positions` from its beginning to its end, for the watchdog. One that fails ends the use of
 the group (`refusal`). Nothing here knows what an operation does.

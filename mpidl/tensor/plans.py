@@ -1,6 +1,7 @@
 """Plans: names of modules and their styles.
 
-In a name `*` stands for one part, as in "model.layers.*.mlp", and `-1` for the last of a list, as in "model.layers.-1".
+In a name `*` stands for any text between two dots, as in "model.layers.*.mlp", and `-1` for the last of a list, as in
+"model.layers.-1".
 """
 
 from __future__ import annotations

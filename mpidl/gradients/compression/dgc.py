@@ -5,8 +5,8 @@
     sent: the largest |v|;        there u = v = 0, in the rest both remain
 
 Momentum of the mean would forget what has not been sent; so it is applied before sending, instead of the optimizer's
-(correction and masking of momentum). The part that is sent falls over `warmup` reduced passes from 25 % to the part
-that is set.
+(correction and masking of momentum). The fraction that is sent falls over `warmup` reduced passes from 25 % to the
+fraction that is set.
 
 Three differences from the paper: exactly k values are sent, so that messages have one length on all ranks; a rank clips
 the gradients of a section, as it knows those of the model only at the end of a pass; and under ZeRO velocities decay

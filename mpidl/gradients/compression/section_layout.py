@@ -7,7 +7,7 @@
 
 Without a node (`inside` of one rank) the section is the whole bucket, and the pieces are those of all ranks. Under ZeRO
 the pieces are the shards, so that the owner of a piece is the owner of the shard. With hybrid sharding, and for
-compressors of whole parameters, there is one block, whose part of a rank is cut into pieces over its peers.
+compressors of whole parameters, there is one block; what a rank has of it is cut into pieces over its peers.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ backward. The shards stay in full precision: the optimizer steps on them, and st
 A parameter begins with a block of the compressor, and no shard's edge cuts one, so a value is rounded to the same on
 any number of ranks.
 
-Who runs what: all of it is a part of a round (`gather_rounds`), in that Communicator's progress thread. The ranks of
+Who runs what: all of it runs inside a round (`gather_rounds`), in that Communicator's progress thread. The ranks of
 a node that share the whole unit share the messages too: each decompresses some of them, and a barrier follows.
 
 Source: Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", section 3.1.

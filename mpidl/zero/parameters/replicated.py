@@ -6,7 +6,7 @@
 
 The step does not wait for the gathers. An operator that reads a parameter waits for the parameter's bucket first
 (`read_hook`), so no module needs a hook, and no use comes too early. Compiled code calls nothing back: models with
-compiled parts wait in the step.
+compiled modules wait in the step.
 
 The gathers run on a Communicator that serves nothing else, one after the other, in the order in which every rank starts
 them in its step. A wait needs nothing of the other ranks but that they have made the same step.
