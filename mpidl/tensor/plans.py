@@ -1,6 +1,6 @@
 """Plans: names of modules and their styles.
 
-In a name `*` stands for any text between two dots, as in "model.layers.*.mlp", and `-1` for the last of a list, as in
+In a name `*` stands for any text without a dot, as in "model.layers.*.mlp", and `-1` for the last of a list, as in
 "model.layers.-1".
 """
 
