@@ -76,8 +76,8 @@ def build(method: str, model: nn.Module, comm: Communicator, steps: int, lr: flo
     if found is None or found[2] is None:
         return wrapped, sgd, steps
     start = steps // 2 if found[1] else 0
-    wrapped.register_comm_hook(PostLocalSGDState(comm, start_step=start), post_local_sgd_hook)
     averager = PeriodicAverager(model.parameters(), comm, period=int(found[2]), warmup_steps=start)
+    wrapped.register_comm_hook(PostLocalSGDState(comm, averager=averager), post_local_sgd_hook)
     return wrapped, PostLocalSGDOptimizer(sgd, averager), start
 
 

@@ -8,8 +8,8 @@ Source: Lin et al. 2020, "Don't Use Large Mini-Batches, Use Local SGD".
 
 The hook ends the averaging of gradients, the averager begins that of weights; they belong together:
 
-    ddp.register_comm_hook(PostLocalSGDState(comm, start_step=100), post_local_sgd_hook)
     averager = PeriodicAverager(model.parameters(), comm, period=4, warmup_steps=100)
+    ddp.register_comm_hook(PostLocalSGDState(comm, averager=averager), post_local_sgd_hook)
     optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averager)
 """
 
@@ -71,6 +71,15 @@ class PeriodicAverager:
         self.process_group = data_group("PeriodicAverager", process_group, needed=_GROUP)
         self.steps = 0
 
+    @property
+    def is_synchronised(self) -> bool:
+        """True unless there were local steps since the last averaging, in which case each rank has its own weights."""
+        return self.steps <= self.warmup_steps or self._is_due()
+
+    def _is_due(self) -> bool:
+        local = self.steps - self.warmup_steps
+        return local > 0 and local % self.period == 0
+
     @torch.no_grad()
     def average_parameters(self) -> None:
         """Replaces every parameter by its mean over the ranks, bitwise equal on all of them. Collective."""
@@ -84,8 +93,7 @@ class PeriodicAverager:
     def step(self) -> bool:
         """Counts a step of the optimizer, and at every `period`-th one averages. Returns True if it did. Collective."""
         self.steps += 1
-        local = self.steps - self.warmup_steps
-        due = local > 0 and local % self.period == 0
+        due = self._is_due()
         if due:
             self.average_parameters()
         return due
@@ -156,35 +164,58 @@ class PostLocalSGDState:
     """State of `post_local_sgd_hook`, which ends the averaging of gradients over all ranks.
 
     process_group: all ranks' Communicator; None: the world.
-    start_step: the first step whose gradients are not averaged over all ranks; the averager's warmup_steps.
+    start_step: the first step whose gradients are not averaged over all ranks; by default the averager's warmup_steps.
     local_group: the Communicator of the ranks that go on averaging theirs, those of a node, say; None: each rank keeps
         its own.
+    averager: counts the steps. Without it backward passes are counted: a pass whose step a GradScaler skips, or a
+        second reduced pass of a step, then ends the averaging of gradients before that of weights begins.
 
-    steps: backward passes whose buckets have all been reduced: one in each optimizer step, the others under no_sync.
+    steps: of the averager; else backward passes whose buckets have all been reduced.
+
+    Raises ConfigurationError for neither of start_step and averager, and for a start_step that is not the averager's.
     """
 
     def __init__(
-        self, process_group: Communicator | None, start_step: int, local_group: Communicator | None = None
+        self,
+        process_group: Communicator | None,
+        start_step: int | None = None,
+        local_group: Communicator | None = None,
+        *,
+        averager: PeriodicAverager | None = None,
     ) -> None:
+        if averager is not None:
+            require("averager", type(averager).__name__, isinstance(averager, PeriodicAverager), "a PeriodicAverager")
+            warmup = averager.warmup_steps
+            require("start_step", start_step, start_step in (None, warmup), f"the averager's warmup_steps, {warmup}")
+            start_step = warmup
         self.start_step = integer("start_step", start_step, 0)
         self.process_group = data_group("PostLocalSGDState", process_group, needed=_GROUP)
-        self.local_group = local_group
-        self.steps = 0
+        self.local_group, self._averager = local_group, averager
+        self._passes = 0
+
+    @property
+    def steps(self) -> int:
+        """How many steps, or passes, there were."""
+        return self._passes if self._averager is None else self._averager.steps
+
+    def pass_ends(self) -> None:
+        """Counts a backward pass."""
+        self._passes += 1
 
     def state_dict(self) -> dict[str, int]:
         """Returns the number of backward passes that have ended."""
-        return {"steps": self.steps}
+        return {"steps": self._passes}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Sets the number of backward passes."""
-        self.steps = integer("steps", state_dict.get("steps"), 0)
+        """Sets the number of backward passes; steps are in the averager's state."""
+        self._passes = integer("steps", state_dict.get("steps"), 0)
 
 
 def post_local_sgd_hook(state: PostLocalSGDState, bucket: GradBucket) -> Handle:
     """DDP's communication hook: averages a bucket over all ranks before `start_step`, over the local group later."""
     group = state.process_group if state.steps < state.start_step else state.local_group
     if bucket.is_last():
-        state.steps += 1
+        state.pass_ends()
     if group is None:
         return completed()
     return allreduce(group, bucket)

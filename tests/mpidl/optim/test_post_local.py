@@ -150,8 +150,8 @@ def test_hook_averager_and_optimizer_together_train_as_by_hand(comm) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     models = [copy.deepcopy(model) for _ in range(comm.size)]
     wrapped = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-5)
-    wrapped.register_comm_hook(PostLocalSGDState(comm, start_step=start), post_local_sgd_hook)
     averager = PeriodicAverager(model.parameters(), comm, period=period, warmup_steps=start)
+    wrapped.register_comm_hook(PostLocalSGDState(comm, averager=averager), post_local_sgd_hook)
     optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=lr), averager)
     for step in range(steps):
         optimizer.zero_grad()
@@ -171,6 +171,32 @@ def test_hook_averager_and_optimizer_together_train_as_by_hand(comm) -> None:
                         p.copy_(mean)
         for p, q in zip(model.parameters(), models[comm.rank].parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_the_hook_follows_the_steps_of_its_averager(comm) -> None:
+    """A skipped step and a pass that adds up with another do not end the averaging of gradients too early."""
+    averager = PeriodicAverager([nn.Parameter(torch.zeros(1))], comm, period=2, warmup_steps=2)
+    state = PostLocalSGDState(comm, averager=averager)
+    mean, found = np.mean(range(comm.size)), []
+    for made_a_step in (False, True, False, True, True, True):
+        found.append(reduced(state, torch.full((1,), float(comm.rank)), last=True).item())
+        if made_a_step:
+            averager.step()
+    assert found == pytest.approx([mean] * 4 + [comm.rank] * 2)
+    with pytest.raises(ConfigurationError, match="start_step: got 3; needs the averager's warmup_steps, 2"):
+        PostLocalSGDState(comm, 3, averager=averager)
+
+
+def test_the_averager_tells_when_weights_are_equal(comm) -> None:
+    p = nn.Parameter(torch.zeros(3))
+    averager, found = PeriodicAverager([p], comm, period=3, warmup_steps=1), []
+    for step in range(8):
+        with torch.no_grad():
+            p += 1.0 if step < 1 else float(comm.rank + 1)
+        averager.step()
+        assert averager.is_synchronised == equal_on_all(comm, p) or comm.size == 1
+        found.append(averager.is_synchronised)
+    assert found == [True, False, False, True, False, False, True, False]
 
 
 def test_the_hook_goes_on_from_its_state(comm) -> None:
