@@ -43,7 +43,9 @@ class Blockwise(OwnedCompressor):
         """The scales, then the integers."""
         return rounded_up(4 * -(-elements // BLOCK) + self._packed(elements))
 
-    def compress(self, values: torch.Tensor, message: torch.Tensor, remainder: torch.Tensor | None) -> None:
+    def compress(
+        self, values: torch.Tensor, message: torch.Tensor, remainder: torch.Tensor | None, divisor: int = 1
+    ) -> None:
         """Rounds to the nearest multiple of each block's scale."""
         scales, integers = self._parts(message, values.numel())
         whole, rest = divmod(values.numel(), BLOCK)
@@ -63,6 +65,8 @@ class Blockwise(OwnedCompressor):
                 remainder[whole * BLOCK :] = block[0, :rest]
         if remainder is not None and not torch.isfinite(scales).all():
             remainder.nan_to_num_(0.0, 0.0, 0.0)
+        if divisor != 1:
+            scales.div_(divisor)
 
     def decompress(self, message: torch.Tensor, out: torch.Tensor, add: bool = False) -> None:
         """Multiplies the integers by their block's scale."""

@@ -36,15 +36,22 @@ class Cast(OwnedCompressor):
         """Two bytes an element."""
         return rounded_up(2 * elements)
 
-    def compress(self, values: torch.Tensor, message: torch.Tensor, remainder: torch.Tensor | None) -> None:
+    def compress(
+        self, values: torch.Tensor, message: torch.Tensor, remainder: torch.Tensor | None, divisor: int = 1
+    ) -> None:
         """Rounds to the nearest value of the dtype."""
         rounded = message[: 2 * values.numel()].view(self.dtype)
-        rounded.copy_(values)
+        if divisor == 1:
+            rounded.copy_(values)
+        else:
+            scratch = self.pool.take(_CHUNK, torch.float32, values.device)
+            for chunk, own in zip(values.split(_CHUNK), rounded.split(_CHUNK), strict=True):
+                own.copy_(torch.div(chunk, divisor, out=scratch[: chunk.numel()]))
+            self.pool.give_back(scratch)
         if remainder is not None:
-            for chunk, sent, left in zip(
-                values.split(_CHUNK), self._widened(rounded), remainder.split(_CHUNK), strict=True
-            ):
-                torch.sub(chunk, sent, out=left).nan_to_num_(0.0, 0.0, 0.0)
+            chunks = values.split(_CHUNK), self._widened(rounded), remainder.split(_CHUNK)
+            for chunk, sent, left in zip(*chunks, strict=True):
+                torch.sub(chunk, sent, alpha=divisor, out=left).nan_to_num_(0.0, 0.0, 0.0)
 
     def decompress(self, message: torch.Tensor, out: torch.Tensor, add: bool = False) -> None:
         """Widens to fp32."""

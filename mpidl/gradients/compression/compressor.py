@@ -211,11 +211,14 @@ class OwnedCompressor(Compressor):
         """Bytes of the message of that many values, a multiple of 8."""
 
     @abstractmethod
-    def compress(self, values: torch.Tensor, message: torch.Tensor, remainder: torch.Tensor | None) -> None:
-        """Writes the message of `values` (fp32, 1-D).
+    def compress(
+        self, values: torch.Tensor, message: torch.Tensor, remainder: torch.Tensor | None, divisor: int = 1
+    ) -> None:
+        """Writes the message of values / divisor. values: fp32, 1-D.
 
         message: uint8, `message_bytes` elements, begins at a multiple of 8 bytes.
-        remainder: becomes values - decompressed message; may be `values` itself. Zero where that is not finite.
+        remainder: becomes values - divisor * decompressed message; may be `values` itself. Zero where that is not
+            finite.
         """
 
     @abstractmethod
@@ -249,13 +252,10 @@ class OwnedCompressor(Compressor):
                 own.zero_()
             yield []
             return
-        own.div_(section.contributions)
         messages = self.pool.take(sum(sizes), torch.uint8, values.device)
         each = messages.split(sizes)
         # Every rank computes with the decompressed mean, the owner too, so that all have the same bits.
-        self.compress(own, each[me], own if keeps else None)
-        if keeps:
-            own.mul_(section.contributions)
+        self.compress(own, each[me], own if keeps else None, section.contributions)
         yield started(exchange.phases[1].all_gather(messages, each[me], counts=sizes, async_op=True))
         for (first, last), message in zip(section.pieces, each, strict=True):
             self.decompress(message, section.result[first:last])

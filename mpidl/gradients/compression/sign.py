@@ -46,27 +46,24 @@ class Sign(OwnedCompressor):
         values: torch.Tensor,
         message: torch.Tensor,
         remainder: torch.Tensor | None,
+        divisor: int = 1,
         count: int | None = None,
         squares: float | None = None,
-        factor: float = 1.0,
     ) -> None:
-        """Writes the signs, and the scale.
+        """Writes the signs, and the scale over the divisor.
 
         count: n in it, where not all values count; the others are zeros.
         squares: the sum of the values' squares, if it is known.
-        factor: the remainder is multiplied by it.
         """
         n = values.numel() if count is None else count
         scale = _root_mean_square(sum_of_squares(values) if squares is None else squares, n)
-        message[:_HEAD].view(torch.float32).copy_(torch.tensor([scale, 0.0]))
-        sent, flags = self.reader(message), self.pool.take(CHUNK, torch.bool, values.device)
+        message[:_HEAD].view(torch.float32).copy_(torch.tensor([scale / divisor, 0.0]))
+        sent, flags = Reader(message, self.pool, divisor), self.pool.take(CHUNK, torch.bool, values.device)
         for start in range(0, values.numel(), CHUNK):
             chunk = values[start : start + CHUNK]
             _pack(chunk, sent.bits[start // 8 : -(-(start + chunk.numel()) // 8)], flags[: chunk.numel()])
             if remainder is not None:
-                left = sent.take_off(chunk, start, remainder[start : start + CHUNK])
-                if factor != 1.0:
-                    left.mul_(factor)
+                sent.take_off(chunk, start, remainder[start : start + CHUNK])
         sent.close()
         self.pool.give_back(flags)
         if remainder is not None and not math.isfinite(scale):
@@ -85,13 +82,13 @@ class Sign(OwnedCompressor):
 
 
 class Reader:
-    """The values of a message, of which at most a chunk is read at once; begun at a multiple of 8.
+    """The values of a message, times `factor`, of which at most a chunk is read at once; begun at a multiple of 8.
 
     bits: the signs, eight a byte.
     """
 
-    def __init__(self, message: torch.Tensor, pool: Pool) -> None:
-        scale = np.float32(message[:4].view(torch.float32).item())
+    def __init__(self, message: torch.Tensor, pool: Pool, factor: int = 1) -> None:
+        scale = np.float32(message[:4].view(torch.float32).item()) * np.float32(factor)
         self.bits = message[_HEAD:]
         self._eights = torch.from_numpy(_SIGNS * scale).to(message.device)  # the eight values of each byte
         self._pool, self._scratch = pool, pool.take(CHUNK, torch.float32, message.device)
@@ -108,9 +105,9 @@ class Reader:
         """Adds the values from number `start` on."""
         values.add_(self._read(values.numel(), start))
 
-    def take_off(self, values: torch.Tensor, start: int, out: torch.Tensor) -> torch.Tensor:
+    def take_off(self, values: torch.Tensor, start: int, out: torch.Tensor) -> None:
         """Writes other values, less those from number `start` on."""
-        return torch.sub(values, self._read(values.numel(), start), out=out)
+        torch.sub(values, self._read(values.numel(), start), out=out)
 
     def close(self) -> None:
         """Gives the memory back."""

@@ -195,7 +195,7 @@ class OneBitExchange:
         for rank, ((start, stop), message) in enumerate(zip(pieces, sent.split(leaving), strict=True)):
             if rank != me:
                 piece = values[start:stop]
-                sign.compress(piece, message, piece, errors.counted(rank), squares[rank])
+                sign.compress(piece, message, piece, count=errors.counted(rank), squares=squares[rank])
                 errors.zero_masked(rank, piece)
         self.sent_bytes += sent.numel() + (size - 1) * sizes[me]
         yield started(self._phases[0].all_to_all(received, sent, coming, leaving, async_op=True))
@@ -207,14 +207,14 @@ class OneBitExchange:
             for reader in readers:
                 reader.add_to(chunk, at)
             errors.zero_masked(me, chunk, at)
-            total += sum_of_squares(chunk.div_(size))
+            total += sum_of_squares(chunk)
         for reader in readers:
             reader.close()
         pool.give_back(sent, received)
         messages = pool.take(sum(sizes), torch.uint8, values.device)
         each = messages.split(sizes)
         # Every rank computes with the decompressed mean, the owner too, so that all have the same bits.
-        sign.compress(own, each[me], own, errors.counted(me), total, factor=size)
+        sign.compress(own, each[me], own, size, errors.counted(me), total)
         errors.zero_masked(me, own)
         yield started(self._phases[1].all_gather(messages, each[me], counts=sizes, async_op=True))
         return messages

@@ -81,19 +81,24 @@ def test_errors_fed_back_vanish_in_the_mean_of_many_steps(comm: Communicator, me
 
 
 @owned
-def test_any_number_of_values_is_compressed(method: str) -> None:
+@pytest.mark.parametrize("divisor", [1, 3])
+def test_any_number_of_values_is_compressed(method: str, divisor: int) -> None:
     compressor = Compression(method).compressor()
     assert isinstance(compressor, OwnedCompressor)
     for elements in SIZES:
         values = contribution(3, elements)
         message = torch.empty(compressor.message_bytes(elements), dtype=torch.uint8)
         remainder, sent = values.clone(), torch.empty(elements)
-        compressor.compress(remainder, message, remainder)
+        compressor.compress(remainder, message, remainder, divisor)
         compressor.decompress(message, sent)
-        torch.testing.assert_close(sent.double() + remainder, values.double(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(divisor * sent.double() + remainder, values.double(), rtol=1e-6, atol=4e-6)
         added = torch.ones(elements)
         compressor.decompress(message, added, add=True)
         assert torch.equal(added, 1 + sent)
+        of_quotient = torch.empty_like(sent)
+        compressor.compress(values / divisor, message, None)
+        compressor.decompress(message, of_quotient)
+        torch.testing.assert_close(sent, of_quotient, rtol=2**-7, atol=1e-6)  # of 16 bits the last one may differ
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -134,7 +139,7 @@ def test_signs_have_the_root_mean_square_of_the_counted_values(count: int | None
     scale = float(np.linalg.norm(values.double().numpy()) / math.sqrt(count or elements))
     message = torch.empty(Sign().message_bytes(elements), dtype=torch.uint8)
     sent, remainder = torch.empty(elements), values.clone()
-    Sign().compress(remainder, message, remainder, count)
+    Sign().compress(remainder, message, remainder, count=count)
     Sign().decompress(message, sent)
     expected = np.where(values.numpy() >= 0, scale, -scale)
     np.testing.assert_allclose(sent.numpy(), expected, rtol=1e-6)
