@@ -89,6 +89,7 @@ class LowRank(Compressor):
     phases = 2
     needs_whole = True
     start_step = 10
+    bucket_cap_mb = 25.0  # factors take no time to send, so that what counts is the work for each bucket
     method: str  # of `name`
 
     def __init__(
@@ -103,8 +104,6 @@ class LowRank(Compressor):
         check(self.method, "rank", RANK, rank)
         check(self.method, "min_rate", MIN_RATE, min_rate)
         self.rank, self.factors, self.batched = rank, factors, batched
-        if batched:
-            self.bucket_cap_mb = 25.0  # the larger the matrix, the smaller its factors relative to it
         self.warm_start, self.min_rate = warm_start, min_rate
         self._kept: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
         self._plans: weakref.WeakKeyDictionary[Any, Plan] = weakref.WeakKeyDictionary()  # by keys of sections
