@@ -17,6 +17,7 @@ from bench_training import SETTINGS, Engine, plain
 from collectives import Communicator
 from mpidl.comm_hooks import bf16_compress
 from mpidl.errors import UsageError
+from mpidl.gradients.buckets import MIB, assign
 from mpidl.gradients.compression.auto import PASSES
 from mpidl.gradients.compression.sign import Sign
 from mpidl.models.gpt2 import GPT2
@@ -59,6 +60,11 @@ class Shape:
     def zero3_int8(self, whole: int) -> float:
         """Bytes that a node sends in ZeRO-3 by int8: parameters and gradients in blocks of 256 with a 4-byte scale."""
         return self.zero3(whole) * (1 + 4 / 256) / 4
+
+    def buckets(self, cap: float, first: float | None) -> list[list[torch.Size]]:
+        """Shapes of the gradients in each bucket. cap, first: bytes of a bucket, and of the first one, at most."""
+        parameters = [torch.nn.Parameter(torch.empty(size, device="meta")) for size in reversed(self.sizes)]
+        return [[p.shape for p in bucket] for bucket in assign(parameters, cap, first)]
 
     def power_sgd(self, rank: int, min_rate: float = 2) -> float:
         """Bytes of PowerSGD's factors and of the tensors that they would not make smaller."""
@@ -201,7 +207,11 @@ def method_of(name: str) -> Method:
         from mpidl.gradients.compression.settings import compression
 
         made = compression(compress).compressor()
-        reduced: float = made.sent_bytes(round(shape.total / 4), shape.nodes, not stage, shape.sizes)
+        cap, first = (25.0, None) if stage else (made.bucket_cap_mb, 1.0 * MIB)
+        reduced = sum(
+            made.sent_bytes(sum(size.numel() for size in sizes), shape.nodes, not stage, sizes)
+            for sizes in shape.buckets(cap * MIB, first)
+        )
         gathered = (0, shape.total, shape.total, shape.zero3_gathers(2))[stage]
         return reduced + shape.all_reduced(gathered) / 2
 
