@@ -64,6 +64,7 @@ def test_methods_begin_with_the_same_loss_and_learn(mpirun: Callable[..., Any], 
     assert losses["diloco:4", 12] < losses["fp32", 0] - 0.1
 
 
+@pytest.mark.thorough
 def test_a_job_goes_on_from_the_runs_that_were_kept(mpirun: Callable[..., Any], tmp_path: Path) -> None:
     text, out = tmp_path / "text", tmp_path / "out.json"
     text.write_text("abcdefgh" * 100)

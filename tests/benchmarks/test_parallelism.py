@@ -37,6 +37,7 @@ def test_all_libraries_train_the_same(tmp_path: Path) -> None:
     assert all(len(row["seconds"][0]) == 3 and row["peak"] > 0 for row in rows.values())
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not MEGATRON, reason="Megatron-Core is not installed")
 @pytest.mark.limit(240)
 def test_megatron_trains_the_same(tmp_path: Path) -> None:
