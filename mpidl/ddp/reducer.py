@@ -6,7 +6,9 @@
     a bucket is full          launch it, if all before it are launched       `bucket_means`
     the pass ends             wait for the means                             `bucket_means`
                               agree on what the ranks have reached           `reached_parameters`
-                              the means are `.grad`                          here
+                              `.grad` of each reached parameter is its mean  here
+                              broadcast rank 0's buffers                     `replicas.broadcast`
+                              an error on every rank if one was missed       `reached_parameters`
 
 Who runs what: all runs in the thread of the backward pass, except the reductions (`bucket_means`). Collectives, in
 this order on every rank, all on the wrapper's Communicator; a forward pass has none, so a rank may run one alone:
@@ -15,7 +17,8 @@ this order on every rank, all on the wrapper's Communicator; a forward pass has 
     bucket by bucket    its all-reduce, launched strictly in order; or, where the ranks fill the cores of one node, one
                         reduction of all buckets as the pass ends (`bucket_means`)
     the pass ends       waits for all; an all-reduce: what the pass has reached, so that what is wrong on one rank is
-                        an error on all; the broadcast of rank 0's buffers
+                        an error on all; the broadcast of rank 0's buffers. A step that another has made in the pass is
+                        an error before the broadcast, a parameter that a rank has missed is one after it
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", sections 3.2 and 4.2.
 """

@@ -13,7 +13,8 @@ pass is over. Passes nested in it, as re-entrant activation checkpoints start th
     filled     autograd has run                                              release units that no gradient released
     reduced    after `filled`                 launch the other buckets,      launch the other buckets, wait for all
                                               wait for all, agree, show      that are not complete, agree, drain
-                                              .grad, broadcast buffers
+                                              .grad, broadcast buffers,
+                                              raise for missed parameters
     finished   after `reduced`                                               show .grad
 
 ZeRO agrees as a pass begins only with `step_in_backward`, and broadcasts buffers in `step()`. In `reached` it waits for

@@ -8,6 +8,8 @@
 A bucket's all-reduce over the replicas follows its reduce-scatter at once, in one operation. Without replicas the
 shards are cut over all ranks.
 
+The agreements of a pass and of a step are over all ranks, those of all shard groups.
+
 Operations of a backward pass run on duplicates that this engine alone has: the buckets of several engines in one pass
 may fill in another order on each rank. One duplicate is over all ranks: on it the operations are queued, in its
 progress thread. With replicas, an operation there uses one over the shards and one over the replicas, which queue

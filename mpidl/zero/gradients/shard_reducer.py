@@ -19,9 +19,10 @@ alone has (`shard_group`), in this order on every rank:
                                 reduce-scatters of the buckets that got gradients after their launch, and their wait
 
 A rank without a free buffer waits for its own oldest reduction. That reduction needs only operations that every rank
-launches before it; in stage 3 the wait also takes part in gathers (`wait_for_reduction`), which the other ranks may
-need first. So no two ranks wait for each other. In a backward pass of several engines another rank may come to that
-reduction only after one of another engine, which waits for this rank: then the bucket takes new memory.
+launches before it. In stage 3 over nodes every wait here, that for the flags too, also takes part in gathers
+(`wait_for_reduction`), which the other ranks may need first. So no two ranks wait for each other. In a backward pass of
+several engines another rank may come to that reduction only after one of another engine, which waits for this rank:
+then the bucket takes new memory.
 """
 
 from __future__ import annotations
@@ -221,8 +222,8 @@ class ShardReducer:
             )
         return gradient
 
-    def _reduce_gradients_after_launch(self) -> None:
-        """Reduces buckets once more that got gradients after their launch; learns what any rank has reached.
+    def _agree_then_reduce_again(self) -> None:
+        """Agrees on what any rank has reached; reduces the buckets once more that got gradients after their launch.
 
         Raises TrainingError on every rank where a hook has made a step.
         """
@@ -369,7 +370,7 @@ class ShardReducer:
 
     def _finish_pass(self) -> None:
         self._finish_reductions(steps=True)
-        self._reduce_gradients_after_launch()
+        self._agree_then_reduce_again()
         self._buffers.readers.clear()  # the next pass comes after this one
         if self.stepper is not None:
             self.stepper.end()

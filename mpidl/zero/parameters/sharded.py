@@ -14,7 +14,8 @@ all ranks have started it. So a rank that waits for anything else must start rou
 ever:
 
     in a forward or backward pass   it starts rounds for its own units (`held_units`)
-    for a reduction                 `wait_for_reduction` starts a round whenever its own are over
+    for a reduction of gradients,   `wait_for_reduction` starts a round whenever its own are over
+    an agreement in a pass
     at the end of a pass, a step    `drain` starts rounds until one in which every rank says that it is done
     in a collective of the program  it starts none: who waits in a round raises an error that names the collective
                                     (`round_waits`)
@@ -160,7 +161,7 @@ class ShardedParameters(ParameterStrategy):
     # ---- while other ranks may need this one ------------------------------------------------------------------------
 
     def wait_for_reduction(self, work: Work, timeout: float | None = None) -> None:
-        """Waits for a reduction, to which another rank may come only once this one has taken part in its gathering.
+        """Waits for a reduction or an agreement, to which another rank may come only after a round with this one.
 
         The round for others is not waited for, as they may come to none before they need this rank elsewhere.
 

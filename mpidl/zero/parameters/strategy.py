@@ -13,11 +13,11 @@ The optimizer's parts call a strategy only by the methods of `ParameterStrategy`
         reached    on_gradient for each parameter; wait_for_reduction(work) of the oldest reduction, where a bucket
                    needs a buffer and none is free
         filled     end_backward()
-        reduced    wait_for_reduction(work) of each reduction that is left; then drain()
+        reduced    wait_for_reduction(work) of each reduction that is left, and of the agreement; then drain()
     step()         step_problem(), then release(), the optimizer's step on `shards`, publish()
 
-publish, release, drain and gathered are collective: every rank calls them in the same order, also where a strategy
-sends nothing in them ("-"). The other methods are local. What the collective ones communicate:
+All ranks call publish, release, drain and gathered, in the same order, also where a strategy sends no message in them
+("-"). Each rank calls the other methods for itself. The messages of these four:
 
     method      `ReplicatedParameters`   `NodeSharedParameters`   `ShardedParameters`
     publish     all-gathers, started     a barrier                gathers, if a `gathered` block is open or n >= 2
@@ -25,8 +25,9 @@ sends nothing in them ("-"). The other methods are local. What the collective on
     drain       -                        -                        rounds
     gathered    -                        a barrier                rounds
 
-n is `prefetch`. No call deadlocks: what gathers units takes part in other ranks' rounds while it waits (`sharded`), and
-the others wait only in calls that all ranks make.
+n is `prefetch`. `ReplicatedParameters.release` waits for the all-gathers that its `publish` has started. All-gathers
+and rounds run in progress threads, all else in the thread that calls the method. No call deadlocks: what gathers units
+takes part in other ranks' rounds while it waits (`sharded`), and the others wait only in calls that all ranks make.
 
 To add one: a class of this protocol in this folder; `construction.build._cut_parameters`, which chooses it; its bytes
 in `mpidl.memory.estimate`. CONTRIBUTING.md names the tests.
@@ -81,10 +82,10 @@ class ParameterStrategy(Protocol):
 
     @abstractmethod
     def release(self, *, inside_gathered: bool = False) -> None:
-        """Returns when this rank reads no parameter that the step changes. Collective.
+        """Returns when this rank reads no parameter that the step changes.
 
-        Called before a step, and before other uses of the shards: norms, states, checkpoints. Raises TrainingError for
-        `step_problem`, unless inside_gathered.
+        All ranks call it; it sends messages only with `ShardedParameters`. Called before a step, and before other uses
+        of the shards: norms, states, checkpoints. Raises TrainingError for `step_problem`, unless inside_gathered.
         """
 
     @abstractmethod
@@ -115,7 +116,9 @@ class ParameterStrategy(Protocol):
     # ---- while other ranks may need this one ------------------------------------------------------------------------
 
     def wait_for_reduction(self, work: Work, timeout: float | None = None) -> None:
-        """Returns when an operation on gradients is complete, taking part in gathers that other ranks need first.
+        """Returns when an operation of a backward pass is complete, taking part in gathers that others need first.
+
+        work: a reduction, or an agreement of the ranks.
 
         timeout: seconds; WorkTimeout when they pass first.
         """

@@ -2,8 +2,8 @@
 
     local        the closure runs, if there is one
     local        has this rank a reason not to step? (guard, foreign gradients, an open pass)
-    local        release(): this rank reads no parameter from here on; with `ShardedParameters` collective (rounds): no
-                 rank does
+    collective   release(): all ranks call it, and from here on this rank reads no parameter. It sends messages only
+                 with `ShardedParameters` (rounds), after which no rank reads one
     collective   one all-reduce: reasons, which parameters any rank's passes reached, a fingerprint of the settings;
                  after it no rank reads a parameter any more, whatever the strategy
     collective   over tp, in some steps: replicated gradients must be equal
