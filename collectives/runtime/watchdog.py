@@ -1,9 +1,10 @@
 """The watchdog: ends the job where an operation waits for a rank that does not come, and says which and where it is.
 
 One thread a process, `mpidl-watchdog`, looks, once a second or more often where the limit is short, at the positions of
-each group that this process is in. `watch` starts it with the first group of several ranks that has a limit (`setup`);
-it ends with the process. Nothing is added to an operation but the few bytes that it writes there anyway. At each look
-the thread also writes there what the program does (`program`), for the reports.
+each group that this process is in. It waits for no rank: it asks other nodes, and later looks find their answers.
+`watch` starts it with the first group of several ranks that has a limit (`setup`); it ends with the process. Nothing is
+added to an operation but the few bytes that it writes there anyway. At each look the thread also writes there what the
+program does (`program`), for the reports.
 
     waiting too long        the lowest rank that waits reports, with what every rank is in, and aborts the job
     being waited for        the late rank prints where its program is, so that the output shows the report's cause too

@@ -1,6 +1,7 @@
 """Loads batches of this rank's part of a dataset while the rank trains.
 
-    num_workers=0     a thread loads the next batches during the training step
+    num_workers=0     a thread, `mpidl-loader`, loads the next batches during the training step; none is started with
+                      prefetch_factor=0, as torch's loader starts none
     num_workers=n     n processes do, which are no ranks (`workers`)
 
 How far the training has come is counted in batches that were handed out, not in those that are prepared.

@@ -4,8 +4,8 @@
     step t      delayed              |  step t in a thread |  its values are seen; step t + 1 is begun
 
 The thread of a delayed update, `mpidl-offload-update`, computes; two others read and write files (`triple_buffering`).
-The main thread runs all collectives, in the order of the program: it waits for the update, and the ranks agree that all
-of theirs have succeeded, before any value is seen.
+The thread of the program runs all collectives, in its order: it waits for the update, and the ranks agree that all of
+theirs have succeeded, before any value is seen.
 Source of the delay: Ren et al. 2021, "ZeRO-Offload", section 5.2.
 """
 
