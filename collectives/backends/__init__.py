@@ -15,9 +15,10 @@
     dispatch    one rank's view of a group: its backends, its memory, and the way to its GPUs (`cuda.backend`)
     checks      the same with MPIDL_DEBUG=1: the ranks compare what they are about to do
 
-A new backend is a file with a subclass of `Backend` and its line in `registry.MAKERS`; a new schedule is a file in
-`collectives.schedules.algorithms` and its name in `NAMES` and `ALGORITHMS` there. A new operation is declared in
-`Backend` and defined in every backend that has it. Two other files name a backend because they prefer it; check both
-when you add or rename one: `tables`, by which "auto" chooses, and `mpidl.gradients.buckets.by_rank`, which asks for the
-one that adds in the order of ranks.
+A new backend is a file with a subclass of `Backend`, its line in `registry.MAKERS` and its line above; a new schedule
+is a file in `collectives.schedules.algorithms` and its name in `NAMES` and `ALGORITHMS` there. A new operation is
+declared in `Backend` and defined in every backend that has it. Three other files name a backend; check them when you
+add or rename one: `tables`, by which "auto" chooses; `mpidl.gradients.buckets.by_rank`, which asks for the one that
+adds in the order of ranks; and `collectives.bench.sides`, for the benchmark. CONTRIBUTING.md has the steps and the
+tests.
 """

@@ -12,8 +12,9 @@ rank_mean           the mean over ranks of flat tensors, in full precision or co
 elementwise_state   which of an optimizer's states are cut as the parameter is; for ZeRO, checkpoints and estimates
 
 To add an optimizer: a file here with a `torch.optim.Optimizer` whose class declares `step_needs`, a
-`mpidl.optimizer_trial.StepNeeds`, by which DDP, ZeRO and tensor parallelism know whether it steps on slices; and its
-name in `_MODULES` and `__all__`. CONTRIBUTING.md has the cases and the tests.
+`mpidl.optimizer_trial.StepNeeds`, by which DDP, ZeRO and tensor parallelism know whether it steps on slices; its name
+in `_MODULES`, under `TYPE_CHECKING` and in `__all__`; its bytes in `mpidl.memory.estimate.STATE_BYTES`. CONTRIBUTING.md
+has the cases and the tests.
 """
 
 from typing import TYPE_CHECKING

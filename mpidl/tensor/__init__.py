@@ -40,8 +40,9 @@ Checks:
     step_checks       an optimizer that needs whole parameters does not step on parts
     same_gradients    gradients of replicated parameters are equal over tp as a step begins
 
-To add a style: a class with `apply` in `styles` (one layer) or `regions` (a module with several), and what it sends in
-`functions`; CONTRIBUTING.md has the steps and the tests ("a layer that is cut over tp"). To add a plan: `ready_plans`.
+To add a style: a class with `apply` in `styles` (one layer) or `regions` (a module with several), what it sends in
+`functions`, its name here; CONTRIBUTING.md has the steps and the tests ("tensor-parallel style"). To add a plan:
+`ready_plans`.
 
 docs/parallelism.md says what to take when.
 """

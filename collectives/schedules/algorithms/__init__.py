@@ -1,6 +1,7 @@
 """All algorithms, by operation and name; one file for each family.
 
-To add one: a file here, its name in `NAMES` and under each operation of `ALGORITHMS` that it serves, and its row below.
+To add one: a file here, its name in `NAMES`, its function under each operation of `ALGORITHMS` that it serves, and its
+row below. CONTRIBUTING.md has the tests.
 
 log2 p is rounded up. P: the pieces that each half of the data is cut into (`double_tree`).
 
