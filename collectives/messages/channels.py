@@ -1,9 +1,9 @@
 """The channels of one rank in one group: which message is which, from and to whom, in which order.
 
-A receive from any rank cannot be given to MPI as it is posted: the pieces of a long message have a tag by the number
-that the message has in its channel, and which channel that is shows only when a message comes. So it is kept here in a
-queue, one for each tag, and takes the first message that `MPI_Improbe` finds. Later receives of that tag queue behind
-it, also those that name a rank, so that messages meet receives in the order in which they are posted, as MPI promises.
+MPI cannot take a receive from any rank at once. The tag of a long message's pieces depends on the message's number in
+its channel, and the channel is known only when the message comes. So the receive is kept here in a queue, one for each
+tag, and takes the first message that `MPI_Improbe` finds. Later receives of that tag queue behind it, also those that
+name a rank, so that messages meet receives in the order in which they are posted, as MPI promises.
 
     posted      recv from any | recv from 1 | recv from any         all with tag 5
     comes       5 from 1      | 5 from 1    | 5 from 2

@@ -15,8 +15,8 @@
     over a mesh          cuts: elements that two cuts have in common; joining: parts that make whole tensors;
                          parts: where they do not, a checkpoint of each part
 
-To store something more: `collect` writes it, tensors under a prefix of their own, `schema` checks it, `loading` (JSON) or
-`matching` (tensors) reads it.
+To store something more: `collect` writes it, tensors under a prefix of their own; `schema` checks it; `loading` (JSON)
+or `matching` (tensors) reads it.
 States of an optimizer are stored without that. CONTRIBUTING.md has the steps and the tests.
 
 docs/checkpoint.md describes the format.

@@ -4,8 +4,8 @@
     "bf16", ...      [ own + remainder ]    messages to the owners of chunks, which send the means back     [ mean ]
 
 The compressors, and what becomes of a message's error, are those of gradients (`gradients.compression`): a tensor's
-remainder is added to the tensor of the same number the next time; the owner of a chunk has that of the mean which it
-sends back.
+remainder is added to the tensor of the same number the next time. On the owner of a chunk it is what the mean lacks
+that the owner sends back.
 
 Where the ranks of a node hold equal tensors (`node`), each reduces a piece with the ranks of its local rank on the
 other nodes, and the node gathers the pieces: between nodes every element is sent once a node.

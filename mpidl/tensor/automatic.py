@@ -6,8 +6,8 @@
     whole         everything else, with the reason where it looks like one of these
 
 What is not understood stays whole, which is always right. Sequence parallelism begins before the first block of each
-list of blocks that hold an attention, and ends after its last; it is refused where something in a block stays whole,
-or does what is not known to its tokens (`tokens`), as that might look at other ones, which another rank has.
+list of blocks that hold an attention, and ends after its last. It is refused if a part of a block stays whole, or does
+something unknown with tokens (`tokens`): it might need a token that another rank has.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 The hosts meet only so that each event is recorded before others wait for it; no host waits for a GPU then. CUDA sees
 which stream waits for which event. It does not see what a stream waits for in memory (cuStreamWaitValue): it may order
-streams so that the waits of two groups never end.
+streams in such a way that two groups wait for ever.
 
 Each rank uses two events in turn: when the hosts meet again, every stream has been told to wait for the last one. If
 events cannot be opened, or a trial shows that streams do not wait for them, each host waits for its own stream before

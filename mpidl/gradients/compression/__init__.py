@@ -18,9 +18,9 @@ remainders          the remainder of one section: what was not sent, added to th
 states              remainders and compressor states by parameter, as checkpoints have them
 undo                takes back what a skipped step has left
 
-A new method is a file with a subclass of `Compressor`, its line in `settings.COMPRESSORS`, its file in this map, and its
-name in tests/mpidl/gradients/compression/methods.py, by which all tests of methods run with it. `auto` and the memory
-estimate ask the class: `sent_bytes`, `feeds_back`, `arrays`, `state_bytes`. CONTRIBUTING.md has the steps.
+A new method is a file with a subclass of `Compressor`, its line in `settings.COMPRESSORS`, its file in this map, and
+its name in tests/mpidl/gradients/compression/methods.py, by which all tests of methods run with it. `auto` and the
+memory estimate ask the class: `sent_bytes`, `feeds_back`, `arrays`, `state_bytes`. CONTRIBUTING.md has the steps.
 """
 
 from .compressor import Compressor, Exchange, Matrix, OwnedCompressor, Section

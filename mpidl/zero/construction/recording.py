@@ -3,9 +3,9 @@
 Every operator that would make or change a tensor is recorded and run on the meta device, where it makes shapes only. A
 number or list that a constructor reads from a tensor is computed at once; if the tensor depends on random numbers, all
 random operations before it run for this, and again when the tape is played. After each random operation the recorder
-seeds the generator with a number of its own. The next random operation sees by that state that the stream of random
-numbers continues, or, by any other state, that `build` has seeded the generator between the two. The idea is
-torchdistx's `deferred_init`.
+seeds the generator with a number of its own. The next random operation looks the generator's state up among those after
+these seeds. If it is one of them, the stream of random numbers goes on; if not, `build` has seeded the generator in
+between. The idea is torchdistx's `deferred_init`.
 """
 
 from __future__ import annotations

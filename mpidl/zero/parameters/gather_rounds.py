@@ -10,8 +10,8 @@ with the unit that it will need next. Usually all ranks want the same unit, one 
 computes.
 
 A rank may have started rounds to which the others have not come yet. So at the end of a pass every rank starts rounds
-until one in which all ranks say that they are done, and when the optimizer is freed, until one in which all ranks say
-so. If an earlier round already gathered its unit (`keeps`), a rank does not wait for its own round: ranks that started
+until all ranks say, in one round, that they are done. When the optimizer is freed, every rank does the same until all
+say that theirs is freed (`leave`). If an earlier round already gathered its unit (`keeps`), a rank does not wait for its own round: ranks that started
 fewer rounds may be waiting for it in a collective of the program, such as SyncBatchNorm's.
 """
 
