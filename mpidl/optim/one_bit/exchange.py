@@ -5,8 +5,9 @@
     owner                         its own chunk, which is not sent, is added as it is; the mean is compressed anew
     all-gather                    signs and a scale of each chunk's mean; every rank computes with these, the owner too
 
-The error of a chunk is what the messages of a rank lack. On the chunk's owner these are the messages of the second phase
-(the server's errors of the paper), on the other ranks those of the first (the workers'). So errors are one array of the size of the values.
+The error of a chunk is what the messages of a rank lack. On the chunk's owner these are the messages of the second
+phase (the server's errors of the paper), on the other ranks those of the first (the workers'). So errors are one array
+of the size of the values.
 
 Between nodes only, the array is the mean of a node, the same on its ranks. Each of them exchanges its part with the
 ranks of its local rank on the other nodes, and the parts are gathered inside the node.

@@ -11,8 +11,9 @@ computes.
 
 A rank may have started rounds to which the others have not come yet. So at the end of a pass every rank starts rounds
 until all ranks say, in one round, that they are done. When the optimizer is freed, every rank does the same until all
-say that theirs is freed (`leave`). If an earlier round already gathered its unit (`keeps`), a rank does not wait for its own round: ranks that started
-fewer rounds may be waiting for it in a collective of the program, such as SyncBatchNorm's.
+say that theirs is freed (`leave`). If an earlier round already gathered its unit (`keeps`), a rank does not wait for
+its own round: ranks that started fewer rounds may be waiting for it in a collective of the program, such as
+SyncBatchNorm's.
 """
 
 from __future__ import annotations
