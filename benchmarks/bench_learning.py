@@ -172,16 +172,16 @@ def table(points: Sequence[dict[str, Any]], steps: int) -> list[str]:
 
 
 def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws the mean curve of each method against steps, bytes and seconds."""
+    """Draws the mean curve of each method against steps, bytes and seconds, from the first validation that learned."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 3, figsize=(12, 3.6), sharey=True)
+    figure, panels = pyplot.subplots(1, 3, figsize=(11, 4), sharey=True)
     for method in dict.fromkeys(point["method"] for point in points):
         own = [point for point in points if point["method"] == method]
-        steps = sorted({point["step"] for point in own})
+        steps = sorted({point["step"] for point in own} - {0})
         of_steps = [[point for point in own if point["step"] == step] for step in steps]
         losses = [np.mean([point["loss"] for point in at]) for at in of_steps]
         for panel, what, scale in zip(panels, ("step", "bytes", "seconds"), (1, 1e-6, 1), strict=True):
@@ -189,10 +189,10 @@ def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
     for panel, name in zip(panels, ("step", "MB sent by a rank", "seconds"), strict=True):
         panel.set_xlabel(name)
         panel.grid(alpha=0.3)
-    panels[1].set_xscale("symlog", linthresh=1)
+    panels[1].set_xscale("log")
     panels[0].set_ylabel("validation loss (nats a character)")
-    panels[0].legend(fontsize=8)
-    figure.tight_layout()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncols=4, frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
     figure.savefig(path, dpi=110)
 
 
