@@ -16,7 +16,6 @@ from ..mesh import Mesh
 from ..optimizer_trial import StepNeeds
 from .gradients.grad_attribute import GradAttributes
 from .gradients.reduced_gradients import ReducedGradients
-from .gradients.replicated_over_tp import ReplicatedOverTp
 from .gradients.shard_reducer import ShardReducer
 from .parameter_shard import ParameterShard
 from .parameters.gathered_block import WholeParameters
@@ -28,8 +27,9 @@ from .states.whole_states import StateNames
 from .stepping.backward_steps import BackwardSteps
 from .stepping.inner import InnerOptimizer
 
-if TYPE_CHECKING:  # at run time with compress=, or offload=, alone: few programs need them
+if TYPE_CHECKING:  # at run time with compress=, offload= or tp alone: few programs need them
     from ..gradients.compression.hook import CompressedReduction
+    from .gradients.replicated_over_tp import ReplicatedOverTp
     from .offload import OffloadedOptimizer
 
 

@@ -43,7 +43,6 @@ from ...replicas.start_check import check_models_agree, check_settings_agree
 from ..copy_guard import Hook, refuse_copies
 from ..forward_label import label_forward
 from ..gradients.grad_attribute import GradAttributes
-from ..gradients.replicated_over_tp import ReplicatedOverTp
 from ..gradients.shard_reducer import ShardReducer
 from ..offload import Offload
 from ..optimizer_parts import Parts
@@ -124,7 +123,11 @@ def build(
     if plan.compressed is not None and not plan.compressed.chooses_none:
         shard_reducer.hook = None, plan.compressed
     over_tp = options.mesh if options.mesh is not None and options.mesh.size("tp") > 1 else None
-    tp = None if over_tp is None else over_tp["tp"]
+    tp = replicated = None
+    if over_tp is not None:
+        from ..gradients.replicated_over_tp import ReplicatedOverTp  # which few programs need
+
+        tp, replicated = over_tp["tp"], ReplicatedOverTp(over_tp, group.is_first)
     reduced = shard_reducer.reduced_gradients
     grad_attributes = GradAttributes(reduced, group.shards, watch, names, parameters.release, tp)
     watch.phases = _phases(parameters, shard_reducer, grad_attributes)
@@ -183,7 +186,7 @@ def build(
         shard_reducer=shard_reducer,
         reduced_gradients=reduced,
         grad_attributes=grad_attributes,
-        replicated=None if over_tp is None else ReplicatedOverTp(over_tp, group.is_first),
+        replicated=replicated,
         inner=inner,
         offloaded=plan.offloaded,
         guard=guard,
