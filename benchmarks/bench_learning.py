@@ -172,7 +172,7 @@ def table(points: Sequence[dict[str, Any]], steps: int) -> list[str]:
 
 
 def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws the mean curve of each method against steps, bytes and seconds, from the first validation that learned."""
+    """Draws the mean curve of each method after step 0 against steps, bytes and seconds."""
     import matplotlib
 
     matplotlib.use("Agg")

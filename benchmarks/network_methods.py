@@ -16,8 +16,9 @@ import mpidl
 from bench_training import SETTINGS, Engine, plain
 from collectives import Communicator
 from mpidl.comm_hooks import bf16_compress
+from mpidl.ddp.arguments import BUCKET_CAP_MB
 from mpidl.errors import UsageError
-from mpidl.gradients.buckets import MIB, assign
+from mpidl.gradients.buckets import FIRST_BUCKET_MB, MIB, assign
 from mpidl.gradients.compression.auto import PASSES
 from mpidl.gradients.compression.sign import Sign
 from mpidl.models.gpt2 import GPT2
@@ -207,7 +208,7 @@ def method_of(name: str) -> Method:
         from mpidl.gradients.compression.settings import compression
 
         made = compression(compress).compressor()
-        cap, first = (25.0, None) if stage else (made.bucket_cap_mb, 1.0 * MIB)
+        cap, first = (BUCKET_CAP_MB, None) if stage else (made.bucket_cap_mb, FIRST_BUCKET_MB * MIB)
         reduced = sum(
             made.sent_bytes(sum(size.numel() for size in sizes), shape.nodes, not stage, sizes)
             for sizes in shape.buckets(cap * MIB, first)

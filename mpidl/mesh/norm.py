@@ -88,7 +88,7 @@ def _total(table: np.ndarray, placements: list[frozenset[str]], mesh: Mesh, *, s
             if axis in axes:
                 points = join(points, axis=index, keepdims=True)
             else:
-                _check_equal(points, points.take([0], index), axis, mesh)
+                check_equal(points, points.take([0], index), axis, mesh, "clip_grad_norm_")
                 points = np.max(points, axis=index, keepdims=True)  # infinite, or NaN, if one is
         total = max_or_nan(total, points.item()) if infinite else total + points.item()
     return float(total)
@@ -106,10 +106,11 @@ def differ(points: np.ndarray, first: np.ndarray, tolerance: float = _TOLERANCE)
         return bool((both & ~np.isclose(points, first, rtol=tolerance, atol=0.0)).any())
 
 
-def _check_equal(points: np.ndarray, first: np.ndarray, axis: str, mesh: Mesh) -> None:
+def check_equal(points: np.ndarray, first: np.ndarray, axis: str, mesh: Mesh, what: str) -> None:
+    """Raises TrainingError, in the name of `what`, if sums differ over an axis on which gradients must be equal."""
     if differ(points, first):
         raise TrainingError(
-            f"clip_grad_norm_: gradients of parameters that are placed on no part of {axis} differ over its "
+            f"{what}: gradients of parameters that are placed on no part of {axis} differ over its "
             f"{mesh.size(axis)} ranks; sum them over {axis}, or declare where the parameters are cut "
             f"(mpidl.mesh.place(p, {axis!r}))"
         )

@@ -44,10 +44,8 @@ class Cast(OwnedCompressor):
         if divisor == 1:
             rounded.copy_(values)
         else:
-            scratch = self.pool.take(_CHUNK, torch.float32, values.device)
             for chunk, own in zip(values.split(_CHUNK), rounded.split(_CHUNK), strict=True):
-                own.copy_(torch.div(chunk, divisor, out=scratch[: chunk.numel()]))
-            self.pool.give_back(scratch)
+                torch.div(chunk, divisor, out=own)
         if remainder is not None:
             chunks = values.split(_CHUNK), self._widened(rounded), remainder.split(_CHUNK)
             for chunk, sent, left in zip(*chunks, strict=True):

@@ -12,15 +12,14 @@ Of optimizers without shards `tensor.same_gradients` compares.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
 
-from ...errors import TrainingError
 from ...gradients.clip import local_norms
 from ...mesh import Mesh, placement
-from ...mesh.norm import differ, is_compared
+from ...mesh.norm import check_equal, is_compared
 from ..slices import Slice
 
 
@@ -34,23 +33,24 @@ class ReplicatedOverTp:
     def __init__(self, mesh: Mesh, counted: bool) -> None:
         self._mesh, self._counted, self._steps = mesh, counted, 0
 
-    def compare(self, slices: Mapping[torch.nn.Parameter, Slice], shards: Sequence[torch.Tensor]) -> None:
+    def compare(
+        self,
+        reached: Iterable[torch.nn.Parameter],
+        slices: Mapping[torch.nn.Parameter, Slice],
+        shard: Callable[[int], torch.Tensor],
+    ) -> None:
         """Raises one TrainingError on all ranks of the mesh if gradients differ. Collective, at the chosen steps.
 
-        slices: of the parameters that have a gradient.
-        shards: of the reduced gradients, by number.
+        reached: the parameters that have a gradient.
+        shard: gives this rank's shard of the reduced gradients, by number.
         """
         self._steps += 1
         if not is_compared(self._steps):
             return
-        parts = [part.of(shards[part.number]) for p, part in slices.items() if "tp" not in placement(p).axes]
-        squares = math.fsum(norm * norm for norm in local_norms(parts, 2.0)) if self._counted else 0.0
+        own = [slices[p] for p in reached if "tp" not in placement(p).axes]
+        norms = local_norms([part.of(shard(part.number)) for part in own], 2.0)
+        squares = math.fsum(norm * norm for norm in norms) if self._counted else 0.0
         table, layout = np.empty(self._mesh.comm.size), self._mesh.layout
         self._mesh.comm.all_gather(table, np.array([squares]))
         sums = table[list(layout.ranks)].reshape(layout.pp, -1, layout.tp).sum(1)
-        if differ(sums, sums[:, :1]):
-            raise TrainingError(
-                "ZeroOptimizer.step: gradients of parameters that are placed on no part of tp differ over its "
-                f"{layout.tp} ranks; sum them over tp, or declare where the parameters are cut "
-                "(mpidl.mesh.place(p, 'tp'))"
-            )
+        check_equal(sums, sums[:, :1], "tp", self._mesh, "ZeroOptimizer.step")

@@ -6,7 +6,7 @@
                  with `ShardedParameters` (rounds), after which no rank reads one
     collective   one all-reduce: reasons, which parameters any rank's passes reached, a fingerprint of the settings;
                  after it no rank reads a parameter any more, whatever the strategy
-    collective   over tp, in some steps: replicated gradients must be equal
+    collective   with tp, over the mesh in some steps: replicated gradients must be equal
     collective   rank 0's buffers are broadcast
     mostly local the inner optimizer steps on the slices; masters are rounded into the shards
     collective   publish(): every rank sees the new parameters, at once or before it next reads one; left out where the
@@ -104,15 +104,18 @@ def _attach_gradients(parts: Parts, outer: torch.optim.Optimizer, problem: str |
     changes = parts.grad_attributes.take_changes()
     if changes:
         settings["clipping since the last step"] = changes
-    agreed = _agreed(parts, problem, flags, settings)
-    gradients = [parts.reduced_gradients.shard(number) for number in range(len(parts.shards))]
-    in_order = (p for shard in parts.shards for p in shard.parameters)
-    reached = [p for p, flag in zip(in_order, agreed, strict=True) if flag]
-    with_gradient = {p: parts.slices[p] for p in reached}
+    flag = iter(_agreed(parts, problem, flags, settings))
+    reached = []
+    for number, shard in enumerate(parts.shards):
+        gradient = parts.reduced_gradients.shard(number)
+        for p in shard.parameters:
+            if next(flag):
+                reached.append(p)
+                parts.slices[p].attach(gradient)
+            else:
+                parts.slices[p].attach(None)
     if parts.replicated is not None:
-        parts.replicated.compare(with_gradient, gradients)
-    for p, part in parts.slices.items():
-        part.attach(gradients[part.number] if p in with_gradient else None)
+        parts.replicated.compare(reached, parts.slices, parts.reduced_gradients.shard)
     return reached
 
 
