@@ -41,10 +41,10 @@ For training programs:
     memory/            bytes a rank needs, by formula, and bytes it holds
     resuming, cli      what example programs share: options, when to save and stop; messages of one rank
 
-Helpers of the above: errors; weight_files (safetensors files of a path); model_files (those that fit a
-model); meta_tensors (gives memory to tensors on the meta device); scratch_file (a file without a name, for offload);
-regular_files (opens no pipe or device instead of a file); digest (8 bytes of a text); lazy_names (imports a module at
-its first use); standalone (commands that must not initialise MPI); version.
+Helpers of the above: errors; weight_files (safetensors files of a path); model_files (those that fit a model);
+module_tensors (finds a module's tensors, fills those on the meta device); scratch_file (a file without a name, for
+offload); regular_files (opens no pipe or device instead of a file); digest (8 bytes of a text); lazy_names (imports a
+module at its first use); standalone (commands that must not initialise MPI); version.
 
 docs/architecture.md follows a gradient through each engine, and lists threads and collectives.
 """

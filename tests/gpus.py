@@ -48,7 +48,8 @@ class Run:
         found = _LINE.match(line)
         if found:
             name, verdict, reason = found.groups()
-            self.verdicts[name] = verdict or ""
+            if verdict or name not in self.verdicts:  # the list of warnings names tests too
+                self.verdicts[name] = verdict or ""
             if reason:
                 self.reasons[name] = reason
 
@@ -104,11 +105,18 @@ def follow(run: Run, command: Sequence[str], cwd: Path = ROOT) -> Run:
     return run
 
 
-def tested(options: Sequence[str]) -> list[Run]:
-    """The tests on every number of ranks and without MPI."""
-    from tests.harness.launch import launcher
+def check_ranks(mpirun: str) -> str:
+    """Why processes of this mpirun are not the ranks of one job; empty if they are."""
+    command = [mpirun, "-n", "2", sys.executable, "-c", "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if done.stdout.split() == ["2", "2"]:
+        return ""
+    said = " ".join((done.stdout + done.stderr).split())[-300:]
+    return f"{mpirun} -n 2 starts no job of 2 ranks of mpi4py, which may have loaded another MPI library: {said}"
 
-    mpirun = launcher()
+
+def tested(mpirun: str, options: Sequence[str]) -> list[Run]:
+    """The tests on every number of ranks and without MPI."""
     folders = [] if any(option.startswith("tests/") for option in options) else FOLDERS
     pytest = [sys.executable, "-m", "pytest", "-v", "--color=no", "--gpu", *folders, *options]
     runs = [
@@ -156,7 +164,13 @@ def main(options: Iterable[str]) -> int:
     if why:
         print(f"no GPU: not run ({why})")
         return 0
-    runs, kernels = tested(options), sanitized()
+    from tests.harness.launch import launcher
+
+    wrong = check_ranks(launcher())
+    if wrong:
+        print(wrong)
+        return 1
+    runs, kernels = tested(launcher(), options), sanitized()
     print(f"\n{table(runs)}")
     for tool, what in kernels:
         print(f"compute-sanitizer, {tool}: {what}")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpus import ROOT, Run, follow, function, table
+from tests.gpus import ROOT, Run, check_ranks, follow, function, table
+from tests.harness.launch import launcher
 
 OUTPUT = """
 tests/a/test_x.py::test_one[cuda-sum of two] PASSED                      [ 10%]
@@ -39,6 +40,20 @@ def test_a_test_that_failed_or_did_not_end_is_named() -> None:
         "skipped, 2 times: no library (that knows)",
     ]
     assert function("tests/a/test_x.py::test_one[a::b]") == "test_x.py::test_one"
+
+
+def test_a_list_of_warnings_takes_no_verdict_away() -> None:
+    run = seen("1 rank", OUTPUT + "\ntests/a/test_x.py::test_one[cuda-sum of two]\n  a warning\n")
+    assert run.verdicts["tests/a/test_x.py::test_one[cuda-sum of two]"] == "PASSED"
+
+
+def test_processes_that_are_no_job_are_told(tmp_path: Path) -> None:
+    """It happens where mpi4py has loaded another MPI library than mpirun's."""
+    alone = tmp_path / "mpirun"
+    alone.write_text('#!/bin/sh\nshift 2\n"$@"\n"$@"\n')
+    alone.chmod(0o755)
+    assert "starts no job of 2 ranks" in check_ranks(str(alone))
+    assert check_ranks(launcher()) == ""
 
 
 def test_a_run_that_ends_without_a_word_failed() -> None:

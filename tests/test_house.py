@@ -112,7 +112,7 @@ LAYERS = {
         "programs": "tune bench",
     },
     "mpidl": {
-        "base": "version errors absent_state compiling digest engine_arguments lazy_names meta_tensors regular_files "
+        "base": "version errors absent_state compiling digest engine_arguments lazy_names module_tensors regular_files "
         "scratch_file setting_checks standalone trained_by partial_steps optimizer_trial weight_files",
         "the job": "job",
         "groups of ranks": "mesh job.uneven_inputs",

@@ -8,6 +8,7 @@ import torch
 
 from collectives import Communicator
 
+from ..module_tensors import buffers_in
 from ..replicas.broadcast import broadcast_states
 
 
@@ -28,6 +29,8 @@ class ModuleStates:
 
     def buffers(self) -> list[torch.Tensor]:
         """The buffers."""
+        if not self.ignored:
+            return list(buffers_in(self.module))
         return [b for name, b in self.module.named_buffers() if name not in self.ignored]
 
     def broadcast(self, comm: Communicator, root: int, buffers: bool) -> None:

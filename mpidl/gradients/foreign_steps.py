@@ -146,10 +146,10 @@ class ForeignSteps:
 
 def _has_foreign_hook(p: torch.nn.Parameter) -> bool:
     """Tells if a parameter on the CPU has a hook that is not of this package."""
+    if not p.is_cpu:
+        return False
     hooks: Any = chain((p._backward_hooks or {}).values(), (p._post_accumulate_grad_hooks or {}).values())
-    return p.device.type == "cpu" and any(
-        not str(getattr(hook, "__module__", "")).startswith("mpidl.") for hook in hooks
-    )
+    return any(not str(getattr(hook, "__module__", "")).startswith("mpidl.") for hook in hooks)
 
 
 def _sample(p: torch.nn.Parameter) -> bytes:

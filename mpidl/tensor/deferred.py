@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import ConfigurationError, ModelMismatch
 from ..job.objects import all_gather_object, broadcast_object
 from ..mesh import placement
-from ..meta_tensors import become
+from ..module_tensors import become
 from .tensor_parallel import ATTRIBUTE, TensorParallel
 
 Views = list[tuple[Any, dict[torch.Tensor, Any]]]

@@ -205,7 +205,8 @@ class CudaDevice(Device):
 
     def torch_stream(self) -> CudaStream:
         """Implements `Device.torch_stream`."""
-        return CudaStream(self._runtime, torch.cuda.current_stream(self.index).cuda_stream, False)
+        # torch.cuda.current_stream makes an object of torch's, for every gradient of a pass.
+        return CudaStream(self._runtime, torch._C._cuda_getCurrentRawStream(self.index), False)
 
     def using(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
         """Implements `Device.using`."""

@@ -21,7 +21,7 @@ from collectives import Communicator
 from ...errors import ConfigurationError
 from ...job.agreement import check_everywhere
 from ...job.objects import broadcast_object
-from ...meta_tensors import become
+from ...module_tensors import become
 from ...replicas.broadcast import broadcast_states
 from ...replicas.start_check import check_settings_agree
 from ..parameter_shard import ParameterShard

@@ -16,6 +16,7 @@ from ...errors import TrainingError
 from ...gradients.clip import check_norm_type, clamp_, local_norms, norm_over_shards, scale_
 from ...gradients.nonfinite import NonfiniteWatch, are_finite
 from ...mesh.norm import norm_over_mesh
+from ...module_tensors import parameters_in
 from ..optimizer_parts import Parts
 from ..slices import Slice
 
@@ -31,7 +32,7 @@ def clear(parts: Parts, nonfinite: NonfiniteWatch | None, set_to_none: bool) -> 
         nonfinite.clear()
     for part in parts.slices.values():
         part.values.grad = None
-    for p in parts.model.parameters() if set_to_none else parts.slices:
+    for p in parameters_in(parts.model) if set_to_none else parts.slices:
         p.grad = None
     if not set_to_none:
         parts.grad_attributes.show_zeros(kept)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ...errors import TrainingError
+from ...module_tensors import parameters_in
 from ...trained_by import Trainer, claim, release
 from ..copy_guard import Hook
 from ..slices import Slice
@@ -97,14 +98,15 @@ class WeightGuard:
         forbidden = self._parameters.step_problem()
         if forbidden is not None:
             return forbidden
-        later = [name for name, p in self._model.named_parameters() if p not in self._names]
-        if later:
+        present = list(parameters_in(self._model))
+        if any(p not in self._names for p in present):
+            later = next(name for name, p in self._model.named_parameters() if p not in self._names)
             return (
-                f"{later[0]}: it came into the model after the ZeroOptimizer was made, which does not train it; put "
+                f"{later}: it came into the model after the ZeroOptimizer was made, which does not train it; put "
                 "modules and parameters in place first, and change values inside `with optimizer.gathered(...):`"
             )
-        unfrozen = [self._names[p] for p in self._model.parameters() if p.requires_grad and p not in slices]
-        if unfrozen:
+        if any(p.requires_grad and p not in slices for p in present):
+            unfrozen = [self._names[p] for p in self._model.parameters() if p.requires_grad and p not in slices]
             listed = ", ".join(unfrozen[:5])
             return f"{listed}: unfrozen since construction; add it by add_param_group, or freeze it again"
         return self.damage()

@@ -30,6 +30,7 @@ import torch
 from ...errors import TrainingError
 from ...gradients.backward import inside_backward
 from ...job.agreement import raise_everywhere
+from ...module_tensors import buffers_in
 from ...partial_steps import STEP_INSIDE
 from ...replicas.broadcast import broadcast_states
 from ...replicas.start_check import check_settings_agree
@@ -58,14 +59,14 @@ def make_step(
         parts.backward_steps.close(foreign)
         parts.grad_attributes.take_changes()
         if broadcasts_buffers:
-            broadcast_states(parts.comm, parts.model.buffers())
+            broadcast_states(parts.comm, buffers_in(parts.model))
         return loss
     problem = parts.guard.problem(parts.slices) or foreign or parts.grad_attributes.problem()
     parts.parameters.release()
     _hand_settings_on(parts, outer)
     reached = _attach_gradients(parts, outer, problem)
     if broadcasts_buffers:
-        broadcast_states(parts.comm, parts.model.buffers())
+        broadcast_states(parts.comm, buffers_in(parts.model))
     parts.inner.step()
     for mine, inner in zip(outer.param_groups, parts.inner.param_groups, strict=True):
         mine.update({key: value for key, value in inner.items() if key != "params"})  # what it notes there

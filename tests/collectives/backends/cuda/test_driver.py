@@ -107,7 +107,7 @@ def test_the_current_streams_of_libraries(runtime: Runtime, gpu: CudaDevice, mon
         __cuda_array_interface__: Any
 
     Other.__cuda_array_interface__ = {"stream": 9}
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: type("S", (), {"cuda_stream": 40 + index}))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 40 + index, raising=False)
     array = gpu.array(gpu.allocate(8), (8,), "uint8", None)
     assert [gpu.stream_of(given).ptr for given in (torch.ones(1), array, Other())] == [41, 55, 9]
     Other.__cuda_array_interface__ = {"stream": None}
