@@ -1,13 +1,17 @@
-"""Parameters and buffers of a module: found anew in every step, and put in place of those on the meta device.
+"""Finds the tensors of a module, in every step anew, and those in arguments; puts others in place of those on meta.
 
 `Module.parameters()` and `Module.buffers()` make each one's name and hash it: 0.3 ms for the 149 modules of GPT-2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from types import ModuleType
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 
 def parameters_in(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
@@ -30,6 +34,30 @@ def _modules_in(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             seen.add(id(current))
             yield current
             pending += [child for child in current._modules.values() if child is not None]
+
+
+def tensors_with_gradient(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors of `tensors_in` through which gradients flow."""
+    return (tensor for tensor in tensors_in(value) if tensor.requires_grad)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors inside any nest of lists, tuples, mappings and objects."""
+    yield from _search(value, set())
+
+
+def _search(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    for leaf in tree_flatten(value)[0]:
+        if torch.is_tensor(leaf):
+            yield leaf
+        elif id(leaf) not in seen:
+            seen.add(id(leaf))
+            if isinstance(leaf, Mapping):
+                yield from _search(list(leaf.values()), seen)
+            elif is_dataclass(leaf) and not isinstance(leaf, type):
+                yield from _search([getattr(leaf, field.name, None) for field in fields(leaf)], seen)
+            elif hasattr(leaf, "__dict__") and not callable(leaf) and not isinstance(leaf, ModuleType):
+                yield from _search(list(vars(leaf).values()), seen)
 
 
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:

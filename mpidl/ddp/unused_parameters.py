@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from ..gradients.backward import goes_to, is_opaque, reaches, tensors_with_gradient
+from ..gradients.backward import goes_to, is_opaque, reaches
 from ..gradients.bucket_queue import BucketQueue
+from ..module_tensors import tensors_with_gradient
 from .trained_parameters import TrainedParameters
 
 

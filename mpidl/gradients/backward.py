@@ -32,38 +32,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, is_dataclass
-from types import ModuleType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
 
-
-def tensors_with_gradient(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors of `tensors_in` through which gradients flow."""
-    return (tensor for tensor in tensors_in(value) if tensor.requires_grad)
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors inside any nest of lists, tuples, mappings and objects."""
-    yield from _search(value, set())
-
-
-def _search(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    for leaf in tree_flatten(value)[0]:
-        if torch.is_tensor(leaf):
-            yield leaf
-        elif id(leaf) not in seen:
-            seen.add(id(leaf))
-            if isinstance(leaf, Mapping):
-                yield from _search(list(leaf.values()), seen)
-            elif is_dataclass(leaf) and not isinstance(leaf, type):
-                yield from _search([getattr(leaf, field.name, None) for field in fields(leaf)], seen)
-            elif hasattr(leaf, "__dict__") and not callable(leaf) and not isinstance(leaf, ModuleType):
-                yield from _search(list(vars(leaf).values()), seen)
+from ..module_tensors import tensors_with_gradient
 
 
 def inside_backward() -> bool:

@@ -13,8 +13,9 @@ something unknown with tokens (`tokens`): it might need a token that another ran
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -37,13 +38,19 @@ class AutomaticPlan:
     lines: list[str] = field(default_factory=list)
 
 
-def automatic_plan(model: nn.Module, ranks: int, *, sequence_parallel: bool) -> AutomaticPlan:
-    """Makes the plan. Raises ConfigurationError if there is nothing to cut, or if sequences cannot be in pieces."""
-    found = _Modules(model, ranks)
+def automatic_plan(
+    model: nn.Module, ranks: int, *, sequence_parallel: bool, leave: Mapping[str, str] = MappingProxyType({})
+) -> AutomaticPlan:
+    """Makes the plan. Raises ConfigurationError if there is nothing to cut, or if sequences cannot be in pieces.
+
+    leave: modules that stay whole, by name, and why; not what is in them.
+    """
+    found = _Modules(model, ranks, leave)
     if not any(isinstance(style, AttentionParallel | FeedForwardParallel) for style in found.styles()):
+        why = next((f" ({name or 'the model'}: {reason})" for name, reason in leave.items()), "")
         raise ConfigurationError(
-            f"plan: 'auto' found no attention and no feed-forward network in {type(model).__name__}; needs a dict of "
-            "names and styles"
+            f"plan: 'auto' found no attention and no feed-forward network in {type(model).__name__}{why}; needs a dict "
+            "of names and styles"
         )
     made = AutomaticPlan(found.plan)
     if sequence_parallel:
@@ -57,7 +64,8 @@ def automatic_plan(model: nn.Module, ranks: int, *, sequence_parallel: bool) -> 
 class _Modules:
     """The decision for each module: `plan` has the styles of those to cut, `what` what is done, and how or why."""
 
-    def __init__(self, model: nn.Module, ranks: int) -> None:
+    def __init__(self, model: nn.Module, ranks: int, leave: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._left = leave
         self.plan: dict[str, list[Style]] = {}
         self.what: dict[str, tuple[str, str]] = {}  # by name: what is done, and how
         self._model, self._ranks = model, ranks
@@ -79,6 +87,11 @@ class _Modules:
         if any(name == known for known in self.what):
             return
         dot = f"{name}." if name else ""
+        if name in self._left:
+            self._leave(name, module, self._left[name])
+            for child, inner in module.named_children():
+                self._visit(dot + child, inner, expert=False)
+            return None
         if expert:
             return self._leave(name, module, "an expert, which sees other tokens at each step")
         if self._takes_tokens(module):

@@ -6,7 +6,8 @@ model, mesh -> plan (given, ready or automatic) -> checks, the same on every ran
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def parallelize(
     sequence_parallel: bool = False,
     dropout: str = "streams",
     overlap: bool | str = "auto",
+    leave_whole: Sequence[str] = (),
 ) -> nn.Module:
     """Cuts a model over the ranks of tp, in place, and returns it.
 
@@ -55,6 +57,10 @@ def parallelize(
         of the one before, and in backward during the product of the input's gradient; "auto" does so where tp goes over
         several nodes, or the ranks of each node leave a core for it. Sums of products then round otherwise. Collective
         over tp.
+    leave_whole: of plan="auto": modules that it does not cut, nor anything in them, by names as in a plan.
+
+    What "auto" cuts is tried: a copy of each kind of block is run cut and whole, here with its input alone, where what
+    differs stays whole, and in its first call with more, where a difference is a ConfigurationError.
 
     Before training, give torch's default generator one seed on all ranks of tp, and different ones over dp.
 
@@ -69,14 +75,24 @@ def parallelize(
         raise ConfigurationError(f"parallelize: overlap: got {overlap!r}; needs True, False or 'auto'")
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"parallelize: model: got {type(model).__name__}; needs a torch.nn.Module")
+    if leave_whole and plan != "auto":
+        raise ConfigurationError("parallelize: leave_whole: got names without plan='auto'; leave them out of the plan")
     if getattr(model, ATTRIBUTE, None) is not None or any(placement(p).cut is not None for p in model.parameters()):
         raise UsageError("parallelize: the model is cut already; needs a whole one")
-    chosen, report = check_everywhere(
-        mesh["tp"], lambda: chosen_plan(model, plan, mesh.size("tp"), sequence_parallel=sequence_parallel)
-    )
     cuts, by_index = mesh.size("tp") > 1, dropout == "by_index"
-    found = check_everywhere(mesh["tp"], lambda: _fitting(chosen, model, in_pieces=sequence_parallel and cuts))
-    refuse_different_models(mesh["tp"], model, [(name, _in_words(style)) for name, _, s in found for style in s])
+    left = check_everywhere(mesh["tp"], lambda: _left(leave_whole, model))
+    report, found = _planned(model, plan, mesh, left, sequence_parallel=sequence_parallel)
+    trials = None
+    while plan == "auto" and cuts:
+        trials = _trials(model, found, mesh, sequence_parallel=sequence_parallel)
+        wrong = trials.wrong_alone()
+        if not wrong:
+            break
+        if sequence_parallel:
+            name, how = next(iter(wrong.items()))
+            raise ConfigurationError(f"sequence_parallel: plan='auto': {name}: {how}; needs a plan by hand")
+        left |= wrong
+        report, found = _planned(model, plan, mesh, left, sequence_parallel=False)
     if not cuts and not by_index:
         return model
     overlaps = cuts and sequence_parallel and (gains_by_overlap(mesh) if overlap == "auto" else bool(overlap))
@@ -89,12 +105,45 @@ def parallelize(
         check_everywhere(mesh["tp"], lambda: apply_styles(model, found, tp))
         refuse_to_save_parts(model, tp)
         keep_placements(model, tp)
+        if trials is not None:
+            trials.try_first_calls(tp)
     tp.keep(model.register_forward_pre_hook(lambda *_: tp.end_pass()))
     tp.keep(model.register_forward_hook(lambda *_: tp.end_pass(), always_call=True))
     if by_index:
         drop_by_index(model, tp)
     setattr(model, ATTRIBUTE, tp)
     return model
+
+
+def _left(leave_whole: Sequence[str], model: nn.Module) -> dict[str, str]:
+    """Lists the modules that the program leaves whole, and all in them, by name."""
+    named = matches({pattern: [] for pattern in leave_whole}, model) if leave_whole else []
+    return {inner: "as leave_whole says" for name, module, _ in named for inner, _ in module.named_modules(prefix=name)}
+
+
+def _planned(
+    model: nn.Module, plan: Plan | str | None, mesh: Mesh, left: Mapping[str, str], *, sequence_parallel: bool
+) -> tuple[list[str], Found]:
+    """Makes the plan, the same on every rank of tp. Returns the lines of its report, and what it names. Collective."""
+    ranks = mesh.size("tp")
+
+    def planned() -> tuple[list[str], Found]:
+        chosen, report = chosen_plan(model, plan, ranks, sequence_parallel=sequence_parallel, leave=left)
+        return report, _fitting(chosen, model, in_pieces=sequence_parallel and ranks > 1)
+
+    report, found = check_everywhere(mesh["tp"], planned)
+    refuse_different_models(mesh["tp"], model, [(name, _in_words(style)) for name, _, s in found for style in s])
+    return report, found
+
+
+def _trials(model: nn.Module, found: Found, mesh: Mesh, *, sequence_parallel: bool) -> Any:
+    """The Trials of an automatic plan."""
+    from .trial import Trials  # which other plans do without
+
+    def apply(root: nn.Module, plan: Plan, tp: TensorParallel) -> None:
+        apply_styles(root, _fitting(plan, root, in_pieces=tp.sequence_parallel), tp)
+
+    return Trials(model, found, mesh, apply, sequence_parallel=sequence_parallel)
 
 
 def _in_words(style: Style) -> str:
@@ -113,9 +162,17 @@ def gains_by_overlap(mesh: Mesh) -> bool:
 
 
 def chosen_plan(
-    model: nn.Module, plan: Plan | str | None, ranks: int, *, sequence_parallel: bool
+    model: nn.Module,
+    plan: Plan | str | None,
+    ranks: int,
+    *,
+    sequence_parallel: bool,
+    leave: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Plan, list[str]]:
-    """Returns the plan that an argument of `parallelize` stands for, and the lines of a report to print."""
+    """Returns the plan that an argument of `parallelize` stands for, and the lines of a report to print.
+
+    leave: see `automatic_plan`.
+    """
     if plan is None:
         ready = plan_for(model)
         if ready is None:
@@ -125,7 +182,7 @@ def chosen_plan(
             )
         return ready, []
     if plan == "auto":
-        made = automatic_plan(model, ranks, sequence_parallel=sequence_parallel and ranks > 1)
+        made = automatic_plan(model, ranks, sequence_parallel=sequence_parallel and ranks > 1, leave=leave)
         return made.plan, made.lines
     if isinstance(plan, str) or not (isinstance(plan, Mapping) and all(isinstance(name, str) for name in plan)):
         got = repr(plan) if isinstance(plan, str) else type(plan).__name__

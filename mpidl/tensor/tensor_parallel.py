@@ -368,6 +368,14 @@ class Dropouts:
             self._noted.add((id(owner), name))
             self._rates.append((owner, name))
 
+    def end(self) -> None:
+        """Sets all rates that were found to 0."""
+        for owner, name in self._rates:
+            if isinstance(owner, dict):
+                owner[name] = 0.0
+            else:
+                setattr(owner, name, 0.0)
+
     def __bool__(self) -> bool:
         if self._in_source:
             return True

@@ -21,7 +21,8 @@ import torch
 
 from ...compiling import uncompiled
 from ...errors import TrainingError
-from ...gradients.backward import BackwardWatch, inside_backward, inside_transform, tensors_in, tensors_with_gradient
+from ...gradients.backward import BackwardWatch, inside_backward, inside_transform
+from ...module_tensors import tensors_in, tensors_with_gradient
 from .forward_passes import ForwardPasses
 from .gathered_unit import GatheredUnit
 from .held_units import HeldUnits

@@ -1,0 +1,514 @@
+"""Tries out what plan="auto" cuts: whether a block computes the same cut and whole, gradients too.
+
+    a block of the model    -> a copy without values, before the model is cut
+    a call of the block     -> its arguments; the input is replaced by random numbers
+                               copy, whole  |  copy, cut over tp as in the plan      the same random weights
+                               outputs, gradients of the input, of each parameter: equal?
+
+The plan is read from source, and a program may do what the reading has not seen: a function that looks at all features,
+a number of heads from elsewhere, a weight that another module reads. It computes something else then, without an error.
+So each kind of block is tried. In `parallelize` with its input alone, where its forward pass takes that; what differs
+stays whole. And in its first call with other arguments, such as masks, where a difference is an error.
+
+The copies compute in double precision, in single where a block is large, or in the parameters' own where nothing else
+runs; without dropout. A trial touches no parameter of the model and no random number. It runs in a thread of its own,
+so that autocast, checkpoints and no_grad around the call do not reach it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compiling import uncompiled
+from ..errors import ConfigurationError
+from ..job.objects import all_gather_object
+from ..mesh import Mesh, placement
+from ..module_tensors import become, tensors_in
+from .linear import kind_of, sizes_of
+from .plans import Found
+from .regions import AttentionParallel, FeedForwardParallel, joined
+from .styles import Argument, SequenceBegins, SequenceEnds, Style
+from .tensor_parallel import Dropouts, TensorParallel
+
+_SMALL = 1 << 26  # parameters of a block that is tried in double precision
+_BOUND = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_SLIGHTLY = 1e-6  # by so much an input is changed to see how roundings grow
+_USUAL = 100  # times as much as that change an output may change without roundings
+_GROWS = 30  # times as much as an output changes beyond that, a difference may be
+_CLEARLY = 0.2  # no rounding makes such a difference
+_BATCH, _TOKENS = 3, 7  # of an input that is made up; no number of heads or of ranks divides both
+_NUMBER = re.compile(r"(?:^|_)(?:idx|index|id|number|no)$")  # in the name of an attribute, that it numbers a module
+_LEAST = 1e-4  # of the largest gradient: smaller ones, such as of a bias of keys, are roundings alone
+
+Relative = dict[str, list[Style]]  # names in a block, and their styles
+Apply = Callable[[nn.Module, Relative, TensorParallel], None]
+
+
+class _CannotTry(Exception):
+    """The whole copy does not run by itself."""
+
+
+@dataclass
+class Kind:
+    """Blocks of a model with the same modules and settings, and what a plan does with them.
+
+    names: of the blocks.
+    plan: of the modules in each.
+    template: a copy of the first one, without values.
+    input: the name of the argument that comes in pieces.
+    problem: why there is no copy.
+    alone: whether it was tried with its input alone.
+    """
+
+    names: list[str]
+    plan: Relative
+    template: nn.Module | None
+    input: str
+    problem: str = ""
+    alone: bool = False
+
+    @property
+    def regions(self) -> list[str]:
+        """Names in the block of what is cut by heads or by features."""
+        return [name for name, styles in self.plan.items() if any(map(_is_region, styles))]
+
+    @property
+    def pattern(self) -> str:
+        """The names as one, with * for numbers."""
+        first = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", self.names[0])
+        return first if len(self.names) > 1 else self.names[0]
+
+
+class Trials:
+    """The kinds of blocks that a plan cuts, to be tried over the ranks of tp. Made before the model is cut.
+
+    apply: carries out the plan of a block on a module that has it as `block`.
+    """
+
+    def __init__(self, model: nn.Module, found: Found, mesh: Mesh, apply: Apply, *, sequence_parallel: bool) -> None:
+        self._model = weakref.ref(model)
+        self._mesh, self._apply, self._sequence_parallel = mesh, apply, sequence_parallel
+        self._kinds = list(_kinds(model, found))
+
+    def wrong_alone(self) -> dict[str, str]:
+        """Tries each kind with its input alone. Returns the names of regions that differ, and how. Collective."""
+        found: dict[str, str] = {}
+        for kind in self._kinds:
+            block = self._block(kind)
+            made = _made_up_input(block, kind)
+            if made is None:
+                continue
+            wrong = self.difference(kind, block, kind.plan, (made,), {})
+            kind.alone = wrong is not None
+            if not wrong:
+                continue
+            by_itself = {
+                name: self.difference(kind, block, {name: kind.plan[name]}, (made,), {}) for name in kind.regions
+            }
+            differing = {name: how for name, how in by_itself.items() if how}
+            for region in differing or kind.regions:
+                how = differing.get(region) or wrong
+                for name in kind.names:
+                    found[joined(name, region)] = f"cut, it computes something else: {how}"
+        return found
+
+    def _block(self, kind: Kind) -> nn.Module:
+        model = self._model()
+        assert model is not None
+        return model.get_submodule(kind.names[0])
+
+    def try_first_calls(self, tp: TensorParallel) -> None:
+        """Has each kind tried in its first call in which it gets more than it was tried with. tp: of the model."""
+        for kind in self._kinds:
+            block = self._block(kind)
+            tp.keep(block.register_forward_pre_hook(_FirstCall(self, kind, tp), with_kwargs=True, prepend=True))
+
+    def difference(
+        self,
+        kind: Kind,
+        block: nn.Module,
+        plan: Relative,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        warns: bool = False,
+    ) -> str | None:
+        """How the cut copy differs: "" if it does not, None if it cannot be tried. The same on every rank. Collective.
+
+        block: one of the kind, for its buffers and its mode.
+        warns: say so where it cannot be tried.
+        """
+        found: list[str | None] = []
+
+        def run() -> None:
+            found.append(self._tried(kind, block, plan, args, kwargs, warns))
+
+        thread = threading.Thread(target=run, name="mpidl-trial")
+        thread.start()
+        thread.join()
+        mine = found[0] if found else "it failed"
+        everyone = all_gather_object(self._mesh["tp"], mine)
+        return next((each for each in everyone if each), None if None in everyone else "")
+
+    def _tried(
+        self,
+        kind: Kind,
+        real: nn.Module,
+        plan: Relative,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        warns: bool,
+    ) -> str | None:
+        device = next((t.device for t in tensors_in((args, kwargs))), torch.device("cpu"))
+        devices = [device] if device.type == "cuda" else []
+        problem = kind.problem
+        with torch.random.fork_rng(devices), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for dtype in _dtypes(real) if kind.template is not None else []:
+                for training in (True, False) if self._sequence_parallel or real.training else (False,):
+                    attempt = _Attempt(kind, real, args, kwargs, dtype, device, training=training)
+                    try:
+                        whole = attempt.whole()
+                    except Exception as error:  # of the program's
+                        problem = f"{type(error).__name__}: {error}"
+                        continue
+                    return attempt.compare(whole, self._cut(kind, plan, attempt))
+        if warns:
+            text = problem.strip().split("\n")[0][:200]
+            warnings.warn(
+                f"plan='auto': {kind.pattern} could not be tried by itself ({text}); compare a step with one process",
+                stacklevel=2,
+            )
+        return None
+
+    def _cut(self, kind: Kind, plan: Relative, attempt: _Attempt) -> Callable[[nn.Module], nn.Module]:
+        def cut(block: nn.Module) -> nn.Module:
+            root = _Root(block)
+            tp = TensorParallel(self._mesh, sequence_parallel=self._sequence_parallel and attempt.training)
+            tp.model = weakref.ref(root)
+            named = {joined("block", name): list(styles) for name, styles in plan.items()}
+            if tp.sequence_parallel:
+                named.setdefault("block", []).extend([SequenceBegins(kind.input), SequenceEnds()])
+            self._apply(root, named, tp)
+            root.register_forward_pre_hook(lambda *_: tp.end_pass())
+            root.register_forward_hook(lambda *_: tp.end_pass(), always_call=True)
+            return root
+
+        return cut
+
+
+class _FirstCall:
+    """Hook before a block's forward pass, which tries its kind once."""
+
+    def __init__(self, trials: Trials, kind: Kind, tp: TensorParallel) -> None:
+        self._trials, self._kind, self._tp = trials, kind, tp
+        self._done = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _FirstCall:
+        return self  # a copy of the model is cut like the model
+
+    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._done and not torch.compiler.is_compiling():
+            self._look(block, args, kwargs)
+
+    @uncompiled
+    def _look(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kind, length = self._kind, self._tp.length
+        argument = Argument(block, kind.input)
+        x = argument.of(args, kwargs)
+        given = [each for each in (*args, *kwargs.values()) if each is not None]
+        if kind.alone and len(given) == 1:
+            return
+        self._done = True
+        if torch.is_tensor(x) and length is not None and x.dim() > 1 and x.shape[1] != length:
+            whole = x.new_empty(x.shape[0], length, *x.shape[2:])  # its values do not matter
+            args, kwargs = argument.replaced(args, kwargs, whole)
+        warns = self._tp.rank == 0 and not kind.alone
+        wrong = self._trials.difference(kind, block, kind.plan, args, kwargs, warns=warns)
+        kind.template = None
+        if wrong:
+            regions = ", ".join(joined(kind.pattern, region) for region in kind.regions)
+            raise ConfigurationError(
+                f"parallelize: plan='auto': {kind.pattern} computes something else when it is cut over "
+                f"{self._tp.ranks} ranks: {wrong}; needs leave_whole= with some of {regions}, or a plan by hand"
+            )
+
+
+class _Root(nn.Module):
+    """Stands for the model around a block."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.block(*args, **kwargs)
+
+
+@dataclass
+class _Result:
+    """Result of a copy: its module, the arguments whose gradients are compared, and its outputs."""
+
+    module: nn.Module
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+
+
+class _Attempt:
+    """Copies of a block in one dtype, and one mode, with the same values.
+
+    real: the block itself, for its buffers.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        real: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        training: bool,
+    ) -> None:
+        self._kind, self._real, self._args, self._kwargs = kind, real, args, kwargs
+        self._dtype, self._device, self.training = dtype, device, training
+        self._argument = Argument(real, kind.input)
+        self._factor = 1.0  # of the input
+
+    def whole(self) -> _Result:
+        """Runs the whole copy. Raises whatever that does, or _CannotTry."""
+        before = torch.get_rng_state()
+        found = self._run(self._block())
+        if not torch.equal(before, torch.get_rng_state()):
+            raise _CannotTry("it draws random numbers")
+        if not found.outputs or not all(t.isfinite().all() for t in found.outputs[:1]):
+            raise _CannotTry("its output is not finite")
+        return found
+
+    def compare(self, whole: _Result, cut: Callable[[nn.Module], nn.Module]) -> str:
+        """How the cut copy differs from the whole one, "" if it does not. Collective over tp."""
+        try:
+            parts = self._run(cut(self._block()))
+            self._backward(whole, parts)
+        except Exception as error:  # of the program's
+            text = f"{error}".strip().split("\n")[0][:200]
+            return f"it fails with {type(error).__name__}: {text}"
+        return self._compare_outputs(whole, parts) or self._compare_gradients(whole, parts)
+
+    def _block(self) -> nn.Module:
+        """A copy with values, the same at each call."""
+        block: nn.Module = copy.deepcopy(self._kind.template)  # type: ignore[assignment]
+        numbers = torch.Generator().manual_seed(11)
+        for name, p in block.named_parameters():
+            values = _values(name, p, numbers, self._dtype).to(self._device)
+            become(p, nn.Parameter(values, p.requires_grad and values.is_floating_point()))
+        own = dict(self._real.named_buffers())
+        for name, b in block.named_buffers():
+            if own[name].is_meta:
+                raise _CannotTry(f"{name} has no values yet")
+            values = own[name].detach().clone()
+            become(b, values.to(self._dtype) if values.is_floating_point() else values)
+        Dropouts(block).end()
+        return block.train(self.training)
+
+    def _run(self, module: nn.Module) -> _Result:
+        x = self._argument.of(self._args, dict(self._kwargs))
+        memo: dict[int, Any] = {}
+        inputs: list[torch.Tensor] = []
+        for t in tensors_in((self._args, self._kwargs)):
+            made = t.detach().to(self._dtype) if t.is_floating_point() else t.detach()
+            memo[id(t)] = made.clone()
+            if t is not x and t.requires_grad and t.is_floating_point():
+                inputs.append(made.clone().requires_grad_())
+                memo[id(t)] = inputs[-1].clone()  # no leaf, into which the program might not write
+        if torch.is_tensor(x) and x.is_floating_point():
+            random = torch.randn(x.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+            inputs.insert(0, random.to(self._device, self._dtype).requires_grad_())
+            memo[id(x)] = inputs[0] * self._factor
+        args, kwargs = copy.deepcopy((tuple(self._args), dict(self._kwargs)), memo)
+        output = module(*args, **kwargs)
+        return _Result(module, inputs, [t for t in tensors_in(output) if t.is_floating_point()])
+
+    def _compare_outputs(self, whole: _Result, parts: _Result) -> str:
+        if not parts.outputs or parts.outputs[0].shape != whole.outputs[0].shape:
+            return "its output has another shape"
+        same = [(a, b) for a, b in zip(parts.outputs, whole.outputs, strict=False) if a.shape == b.shape]
+        return self._described("its output", max(_difference(a, b) for a, b in same))
+
+    def _backward(self, whole: _Result, parts: _Result) -> None:
+        """Back from what both have."""
+        both = [
+            (a, b)
+            for a, b in zip(parts.outputs, whole.outputs, strict=False)
+            if a.shape == b.shape and a.requires_grad and b.requires_grad
+        ]
+        for side in (0, 1):
+            outputs = [pair[side] for pair in both]
+            if outputs:
+                numbers = torch.Generator().manual_seed(3)
+                given = [torch.randn(t.shape, generator=numbers, dtype=torch.float64).to(t) for t in outputs]
+                torch.autograd.backward(outputs, given)
+
+    def _compare_gradients(self, whole: _Result, parts: _Result) -> str:
+        for a, b in zip(parts.inputs, whole.inputs, strict=True):
+            wrong = self._described("the gradient of its input", _gradient_difference(a.grad, b.grad, 0.0))
+            if wrong:
+                return wrong
+        expected = dict(whole.module.named_parameters())
+        largest = max((float(p.grad.abs().max()) for p in expected.values() if p.grad is not None), default=0.0)
+        for name, p in getattr(parts.module, "block", parts.module).named_parameters():
+            gradient, cut = expected[name].grad, placement(p).cut
+            of_rank = gradient if gradient is None or cut is None else cut.of(gradient)
+            wrong = self._described(f"the gradient of {name}", _gradient_difference(p.grad, of_rank, _LEAST * largest))
+            if wrong:
+                return wrong
+        return ""
+
+    def _described(self, what: str, difference: float) -> str:
+        if difference <= _BOUND[self._dtype] or difference <= _GROWS * self._sensitivity(difference):
+            return ""
+        return f"{what} differs by {difference:.1g} of its largest element"
+
+    def _sensitivity(self, difference: float) -> float:
+        """How much of an output a slight change of the input makes, where roundings within grow beyond the dtype's."""
+        if difference > _CLEARLY:
+            return 0.0
+        before = self._run(self._block())
+        self._factor = 1 + _SLIGHTLY
+        changed = self._run(self._block())
+        self._factor = 1.0
+        return max(0.0, _difference(changed.outputs[0], before.outputs[0]) - _USUAL * _SLIGHTLY)
+
+
+def _is_region(style: Any) -> bool:
+    return isinstance(style, AttentionParallel | FeedForwardParallel)
+
+
+def _kinds(model: nn.Module, found: Found) -> Iterator[Kind]:
+    """Groups the blocks that a plan cuts by what they are."""
+    styles = {name: [s for s in given if not isinstance(s, SequenceBegins | SequenceEnds)] for name, _, given in found}
+    units = {_unit(model, name) for name, given in styles.items() if any(map(_is_region, given))}
+    units -= {inner for inner in units for outer in units if inner.startswith(f"{outer}.") and outer != inner}
+    kinds: dict[Any, Kind] = {}
+    for unit, block in model.named_modules():
+        if unit not in units:
+            continue
+        plan = {
+            name[len(unit) :].strip("."): given
+            for name, given in styles.items()
+            if given and (name == unit or not unit or name.startswith(f"{unit}."))
+        }
+        key = repr((type(block), sorted((name, repr(given)) for name, given in plan.items()), _settings(unit, block)))
+        if key in kinds:
+            kinds[key].names.append(unit)
+            continue
+        given = next(s for some in plan.values() for s in some if _is_region(s))
+        template, problem = _without_values(block, model)
+        kinds[key] = Kind([unit], plan, template, getattr(given, "input", "hidden_states"), problem)
+    yield from kinds.values()
+
+
+def _unit(model: nn.Module, name: str) -> str:
+    """The block in which a region is tried: the innermost element of a list, or what is around the region."""
+    parts = name.split(".") if name else []
+    for count in range(len(parts), 0, -1):
+        if isinstance(model.get_submodule(".".join(parts[: count - 1])), nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            return ".".join(parts[:count])
+    return ".".join(parts[:-1]) or name
+
+
+def _settings(unit: str, block: nn.Module) -> list[Any]:
+    """Shapes and plain attributes of all modules in a block, but for what numbers it, such as layer_idx."""
+    numbers = {int(part) + first for part in unit.split(".") if part.isdigit() for first in (0, 1)}
+    found: list[Any] = []
+    for name, module in block.named_modules():
+        own = [
+            (key, value)
+            for key, value in vars(module).items()
+            if isinstance(value, int | float | str)
+            and key != "training"
+            and not (type(value) is int and value in numbers and _NUMBER.search(key))
+        ]
+        shapes = [(key, tuple(p.shape), p.dtype) for key, p in module.named_parameters(recurse=False)]
+        found.append((name, type(module), sorted(own), shapes))
+    return found
+
+
+def _without_values(block: nn.Module, model: nn.Module) -> tuple[nn.Module | None, str]:
+    """A copy of a block whose parameters have no memory; or None, and why it cannot be copied."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
+    }
+    for module in model.modules():
+        recording = vars(module).get("_mpidl_recording")
+        memo[id(recording)] = recording
+    try:
+        return copy.deepcopy(block, memo), ""
+    except Exception as error:  # of the program's
+        return None, f"it cannot be copied: {error}"
+
+
+def _made_up_input(block: nn.Module, kind: Kind) -> torch.Tensor | None:
+    """An input for a block; None where the width is not known."""
+    for region in kind.regions:
+        style: Any = next(s for s in kind.plan[region] if _is_region(s))
+        first = style.inputs[0] if isinstance(style, FeedForwardParallel) else style.fused or style.query
+        layer = block.get_submodule(joined(region, first))
+        if kind_of(layer) is not None:
+            weight = next(layer.parameters())
+            width = sizes_of(region, layer)[0]
+            device = torch.device("cpu") if weight.is_meta else weight.device
+            return torch.empty(_BATCH, _TOKENS, width, device=device)
+    return None
+
+
+def _dtypes(block: nn.Module) -> list[torch.dtype]:
+    count = sum(p.numel() for p in block.parameters())
+    own = {p.dtype for p in block.parameters()} & {torch.bfloat16, torch.float16}
+    return [*([torch.float64] if count <= _SMALL else []), torch.float32, *sorted(own, key=str)]
+
+
+def _values(name: str, p: torch.Tensor, numbers: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    """Random numbers by which no parameter is without effect."""
+    if not p.is_floating_point():
+        return torch.zeros(p.shape, dtype=p.dtype)
+    made = torch.randn(p.shape, generator=numbers, dtype=torch.float32)
+    if p.dim() > 1:
+        made *= 1 / math.sqrt(p.shape[-1])
+    elif "bias" in name.rpartition(".")[2]:
+        made *= 0.3
+    else:
+        made = 1 + 0.3 * made
+    return made.to(dtype)
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, of the largest element that is expected."""
+    if not found.numel():
+        return 0.0
+    difference = float((found.detach() - expected.detach()).abs().max())
+    largest = float(expected.detach().abs().max())
+    return math.inf if math.isnan(difference) else difference / max(largest, 1e-30)
+
+
+def _gradient_difference(found: torch.Tensor | None, expected: torch.Tensor | None, least: float) -> float:
+    """Returns `_difference` for gradients, where None is zeros. least: of the largest element, at least."""
+    if found is None or expected is None:
+        given = found if expected is None else expected
+        return 0.0 if given is None or float(given.abs().max()) <= least else math.inf
+    if found.shape != expected.shape:
+        return math.inf
+    difference, largest = float((found - expected).abs().max()), float(expected.abs().max())
+    return math.inf if math.isnan(difference) else difference / max(largest, least, 1e-30)
