@@ -15,7 +15,7 @@ from ..job.objects import all_gather_object
 
 def refuse_different(comm: Communicator, x: torch.Tensor, what: str) -> None:
     """Raises TrainingError on every rank if `x` is not the same on all. what: names it. Collective."""
-    everyone = all_gather_object(comm, (tuple(x.shape), *_sums(x)))
+    everyone = all_gather_object(comm, (tuple(x.shape), *sums_of(x)))
     for rank, other in enumerate(everyone):
         if repr(other) != repr(everyone[0]):  # NaN equals NaN there
             raise TrainingError(
@@ -32,7 +32,7 @@ def refuse_different_models(comm: Communicator, model: nn.Module, styles: Any) -
     values = comm.is_debugging
     tensors = (*model.named_parameters(), *model.named_buffers())
     mine = {
-        name: (tuple(t.shape), str(t.dtype), t.requires_grad, *(_sums(t) if values and not t.is_meta else ()))
+        name: (tuple(t.shape), str(t.dtype), t.requires_grad, *(sums_of(t) if values and not t.is_meta else ()))
         for name, t in tensors
     }
     for rank, (theirs, _) in enumerate(everyone := all_gather_object(comm, (mine, styles))):
@@ -55,7 +55,7 @@ def _in_words(known: tuple[Any, ...] | None) -> str:
     return f"is {dtype.removeprefix('torch.')} of shape {shape}{total}{frozen}"
 
 
-def _sums(x: torch.Tensor) -> tuple[float, float]:
+def sums_of(x: torch.Tensor) -> tuple[float, float]:
     """Two sums of all elements, one with a weight for each place."""
     flat = x.detach() if not x.is_complex() else torch.view_as_real(x.detach())
     flat = flat.double().reshape(-1)

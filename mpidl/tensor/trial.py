@@ -25,16 +25,21 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+
+from collectives import Communicator
 
 from ..compiling import uncompiled
 from ..errors import ConfigurationError
 from ..job.objects import all_gather_object
 from ..mesh import Mesh, placement
 from ..module_tensors import become, tensors_in
+from .communication import TensorGroup
+from .input_check import sums_of
 from .linear import kind_of, sizes_of
 from .plans import Found
 from .regions import AttentionParallel, FeedForwardParallel, joined
@@ -150,16 +155,21 @@ class Trials:
         warns: say so where it cannot be tried.
         """
         found: list[str | None] = []
+        failed: list[BaseException] = []
 
         def run() -> None:
-            found.append(self._tried(kind, block, plan, args, kwargs, warns))
+            try:
+                found.append(self._tried(kind, block, plan, args, kwargs, warns))
+            except BaseException as error:  # raised in the caller's thread
+                failed.append(error)
 
         thread = threading.Thread(target=run, name="mpidl-trial")
         thread.start()
         thread.join()
-        mine = found[0] if found else "it failed"
-        everyone = all_gather_object(self._mesh["tp"], mine)
-        return next((each for each in everyone if each), None if None in everyone else "")
+        if failed:  # in a way that is not the program's
+            raise failed[0]
+        everyone = all_gather_object(self._mesh["tp"], found[0])
+        return next((each for each in everyone if each), found[0])
 
     def _tried(
         self,
@@ -172,18 +182,20 @@ class Trials:
     ) -> str | None:
         device = next((t.device for t in tensors_in((args, kwargs))), torch.device("cpu"))
         devices = [device] if device.type == "cuda" else []
-        problem = kind.problem
+        problem = kind.problem or self._unequal(kind, real, args, kwargs)
         with torch.random.fork_rng(devices), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for dtype in _dtypes(real) if kind.template is not None else []:
+            for dtype in [] if problem else _dtypes(real):
                 for training in (True, False) if self._sequence_parallel or real.training else (False,):
                     attempt = _Attempt(kind, real, args, kwargs, dtype, device, training=training)
-                    try:
-                        whole = attempt.whole()
-                    except Exception as error:  # of the program's
-                        problem = f"{type(error).__name__}: {error}"
+                    failed = self._any(attempt.run_whole)
+                    if failed:
+                        problem = failed
                         continue
-                    return attempt.compare(whole, self._cut(kind, plan, attempt))
+                    # By itself first: where it fails on one rank the others would wait for it.
+                    failed = self._any(partial(attempt.run_alone, self._cut(kind, plan, attempt, True)))
+                    failed = failed or self._any(partial(attempt.compare, self._cut(kind, plan, attempt, False)))
+                    return f"it fails with {failed}" if failed else attempt.wrong
         if warns:
             text = problem.strip().split("\n")[0][:200]
             warnings.warn(
@@ -192,10 +204,30 @@ class Trials:
             )
         return None
 
-    def _cut(self, kind: Kind, plan: Relative, attempt: _Attempt) -> Callable[[nn.Module], nn.Module]:
+    def _any(self, run: Callable[[], Any]) -> str:
+        """Runs something on every rank. Returns what it failed with on any of them, "" if it did not. Collective."""
+        failed = ""
+        try:
+            run()
+        except Exception as error:  # of the program's
+            failed = f"{type(error).__name__}: {error}".strip().split("\n")[0][:200]
+        return next(filter(None, all_gather_object(self._mesh["tp"], failed)), "")
+
+    def _unequal(self, kind: Kind, real: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """Says so if an argument besides the input is not the same on all ranks, as biases of their heads."""
+        x = Argument(real, kind.input).of(args, dict(kwargs))
+        mine = [(tuple(t.shape), () if t is x else sums_of(t)) for t in tensors_in((args, kwargs))]
+        everyone = all_gather_object(self._mesh["tp"], repr(mine))
+        return "" if everyone.count(everyone[0]) == len(everyone) else "an argument is not the same on all ranks"
+
+    def _cut(self, kind: Kind, plan: Relative, attempt: _Attempt, alone: bool) -> Callable[[nn.Module], nn.Module]:
+        """Returns what cuts a copy. alone: it computes without the other ranks, and something else."""
+
         def cut(block: nn.Module) -> nn.Module:
             root = _Root(block)
             tp = TensorParallel(self._mesh, sequence_parallel=self._sequence_parallel and attempt.training)
+            if alone:
+                tp.group = TensorGroup(_Alone(tp.comm))  # type: ignore[arg-type]
             tp.model = weakref.ref(root)
             named = {joined("block", name): list(styles) for name, styles in plan.items()}
             if tp.sequence_parallel:
@@ -206,6 +238,42 @@ class Trials:
             return root
 
         return cut
+
+
+class _Alone:
+    """A Communicator's methods for a rank that communicates with no other: what comes from them is zeros."""
+
+    is_debugging = False
+
+    def __init__(self, comm: Communicator) -> None:
+        self.rank, self.size, self.node_ranks = comm.rank, comm.size, comm.node_ranks
+
+    def empty(self, size: int, dtype: torch.dtype, device: Any = None) -> torch.Tensor:
+        """Stands for `Communicator.empty`, and for `shared`."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    shared = empty
+
+    def all_reduce(self, x: torch.Tensor, op: str = "sum") -> None:
+        """Stands for `Communicator.all_reduce`."""
+
+    def all_gather(self, out: torch.Tensor, part: torch.Tensor, **_: Any) -> None:
+        """Stands for `Communicator.all_gather`."""
+        out.zero_()
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, **_: Any) -> None:
+        """Stands for `Communicator.reduce_scatter`."""
+        out.zero_()
+
+    def partitioned_all_reduce(self, arrays: Sequence[torch.Tensor]) -> _Alone:
+        """Stands for `Communicator.partitioned_all_reduce`, and for what that returns."""
+        return self
+
+    def hand_in(self, x: torch.Tensor) -> None:
+        """Stands for `PartitionedAllReduce.hand_in`."""
+
+    def wait(self) -> None:
+        """Stands for `PartitionedAllReduce.wait`."""
 
 
 class _FirstCall:
@@ -269,6 +337,8 @@ class _Attempt:
     """Copies of a block in one dtype, and one mode, with the same values.
 
     real: the block itself, for its buffers.
+
+    wrong: how the cut copy differs from the whole one; "" if it does not.
     """
 
     def __init__(
@@ -286,26 +356,28 @@ class _Attempt:
         self._dtype, self._device, self.training = dtype, device, training
         self._argument = Argument(real, kind.input)
         self._factor = 1.0  # of the input
+        self._whole: _Result
+        self.wrong = ""
 
-    def whole(self) -> _Result:
+    def run_whole(self) -> None:
         """Runs the whole copy. Raises whatever that does, or _CannotTry."""
         before = torch.get_rng_state()
-        found = self._run(self._block())
+        self._whole = self._run(self._block())
         if not torch.equal(before, torch.get_rng_state()):
             raise _CannotTry("it draws random numbers")
-        if not found.outputs or not all(t.isfinite().all() for t in found.outputs[:1]):
+        if not self._whole.outputs or not self._whole.outputs[0].isfinite().all():
             raise _CannotTry("its output is not finite")
-        return found
 
-    def compare(self, whole: _Result, cut: Callable[[nn.Module], nn.Module]) -> str:
-        """How the cut copy differs from the whole one, "" if it does not. Collective over tp."""
-        try:
-            parts = self._run(cut(self._block()))
-            self._backward(whole, parts)
-        except Exception as error:  # of the program's
-            text = f"{error}".strip().split("\n")[0][:200]
-            return f"it fails with {type(error).__name__}: {text}"
-        return self._compare_outputs(whole, parts) or self._compare_gradients(whole, parts)
+    def run_alone(self, cut: Callable[[nn.Module], nn.Module]) -> None:
+        """Runs a cut copy forward. Raises whatever that does."""
+        with torch.no_grad():
+            self._run(cut(self._block()))
+
+    def compare(self, cut: Callable[[nn.Module], nn.Module]) -> None:
+        """Runs a cut copy, and compares it with the whole one. Raises whatever it does. Collective over tp."""
+        whole, parts = self._whole, self._run(cut(self._block()))
+        self._backward(whole, parts)
+        self.wrong = self._compare_outputs(whole, parts) or self._compare_gradients(whole, parts)
 
     def _block(self) -> nn.Module:
         """A copy with values, the same at each call."""

@@ -355,6 +355,27 @@ def test_a_block_that_does_not_run_by_itself_is_warned_of(comm: Communicator) ->
         assert all("blocks.* could not be tried by itself (RuntimeError: it wants its own weights)" in t for t in told)
 
 
+class InPairs(Attention):
+    """An attention whose heads go in pairs, which an odd number of them does not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.split(self.q_proj(x)), self.split(self.k_proj(x)), self.split(self.v_proj(x))
+        b, h, t, d = q.shape
+        pairs = [each.view(b, h // 2, 2, t, d) for each in (q, k, v)]
+        return self.out_proj(F.scaled_dot_product_attention(*pairs).view(b, h, t, d).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.ranks(4)
+def test_what_fails_on_some_ranks_alone_stays_whole_on_all(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six heads on four ranks are two, two, one and one."""
+    monkeypatch.setitem(globals(), "HEADS", 6)
+    model = made(InPairs)
+    with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
+        mpidl.parallelize(model, mesh, "auto")
+        assert all(placement(p).cut is None for p in model.blocks.parameters())
+        model(some(2, 5, WIDTH))
+
+
 def test_blocks_that_are_alike_are_tried_once(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
     difference = Trials.difference
