@@ -15,7 +15,7 @@ Plans, which give modules of a model a style:
     automatic         the plan of any other model; structure: finds attentions and feed-forward networks;
                       source: reads a module's source; flow: follows values through it;
                       tokens: what blocks do with pieces of sequences
-    trial             runs each kind of block cut and whole, as reading source is no proof
+    trial             runs each kind of block cut and whole, as reading source is no proof; trial_copies: how
     styles            styles of single layers, and of sequences
     regions           styles of an attention and of a feed-forward network
 

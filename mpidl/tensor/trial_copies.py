@@ -1,0 +1,269 @@
+"""Copies of a block with the same random values, one whole and one cut over tp, and how far they differ (`trial`).
+
+run_whole    the whole copy, forward
+run_alone    the cut copy, forward, without the other ranks: only to see whether it runs
+compare      the cut copy, forward; then backward through both
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from collectives import Communicator
+
+from ..mesh import placement
+from ..module_tensors import become, tensors_in
+from .styles import Argument
+from .tensor_parallel import Dropouts
+
+_SMALL = 1 << 26  # parameters of a block that is tried in double precision
+_BOUND = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_SLIGHTLY = 1e-6  # by so much an input is changed to see how roundings grow
+_USUAL = 100  # times as much as that change an output may change without roundings
+_GROWS = 30  # times as much as an output changes beyond that, a difference may be
+_CLEARLY = 0.2  # no rounding makes such a difference
+_LEAST = 1e-4  # of the largest gradient: smaller ones, such as of a bias of keys, are roundings alone
+
+
+class CannotTry(Exception):
+    """The whole copy does not run by itself."""
+
+
+class Root(nn.Module):
+    """Stands for the model around a block."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the block."""
+        return self.block(*args, **kwargs)
+
+
+class Alone:
+    """A Communicator's methods for a rank that communicates with no other: what comes from them is zeros."""
+
+    is_debugging = False
+
+    def __init__(self, comm: Communicator) -> None:
+        self.rank, self.size, self.node_ranks = comm.rank, comm.size, comm.node_ranks
+
+    def empty(self, size: int, dtype: torch.dtype, device: Any = None) -> torch.Tensor:
+        """Stands for `Communicator.empty`, and for `shared`."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    shared = empty
+
+    def all_reduce(self, x: torch.Tensor, op: str = "sum") -> None:
+        """Stands for `Communicator.all_reduce`."""
+
+    def all_gather(self, out: torch.Tensor, part: torch.Tensor, **_: Any) -> None:
+        """Stands for `Communicator.all_gather`."""
+        out.zero_()
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, **_: Any) -> None:
+        """Stands for `Communicator.reduce_scatter`."""
+        out.zero_()
+
+    def partitioned_all_reduce(self, arrays: Sequence[torch.Tensor]) -> Alone:
+        """Stands for `Communicator.partitioned_all_reduce`, and for what that returns."""
+        return self
+
+    def hand_in(self, x: torch.Tensor) -> None:
+        """Stands for `PartitionedAllReduce.hand_in`."""
+
+    def wait(self) -> None:
+        """Stands for `PartitionedAllReduce.wait`."""
+
+
+@dataclass
+class _Result:
+    """Result of a copy: its module, the arguments whose gradients are compared, and its outputs."""
+
+    module: nn.Module
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+
+
+class Copies:
+    """Copies of a block in one dtype, and one mode, with the same values.
+
+    template: a copy of the block without values.
+    input: the name of the argument in whose place random numbers come.
+    real: the block itself, for its buffers.
+    args, kwargs: of its call.
+
+    wrong: how the cut copy differs from the whole one; "" if it does not.
+    """
+
+    def __init__(
+        self,
+        template: nn.Module,
+        input: str,
+        real: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        training: bool,
+    ) -> None:
+        self._template, self._real, self._args, self._kwargs = template, real, args, kwargs
+        self._dtype, self._device, self.training = dtype, device, training
+        self._argument = Argument(real, input)
+        self._factor = 1.0  # of the input
+        self._whole: _Result
+        self.wrong = ""
+
+    def run_whole(self) -> None:
+        """Runs the whole copy. Raises whatever that does, or CannotTry."""
+        before = torch.get_rng_state()
+        self._whole = self._run(self._block())
+        if not torch.equal(before, torch.get_rng_state()):
+            raise CannotTry("it draws random numbers")
+        if not self._whole.outputs or not self._whole.outputs[0].isfinite().all():
+            raise CannotTry("its output is not finite")
+
+    def run_alone(self, cut: Callable[[nn.Module], nn.Module]) -> None:
+        """Runs a cut copy forward. Raises whatever that does."""
+        with torch.no_grad():
+            self._run(cut(self._block()))
+
+    def compare(self, cut: Callable[[nn.Module], nn.Module]) -> None:
+        """Runs a cut copy, and compares it with the whole one. Raises whatever it does. Collective over tp."""
+        whole, parts = self._whole, self._run(cut(self._block()))
+        self._backward(whole, parts)
+        self.wrong = self._compare_outputs(whole, parts) or self._compare_gradients(whole, parts)
+
+    def _block(self) -> nn.Module:
+        """A copy with values, the same at each call."""
+        block = copy.deepcopy(self._template)
+        numbers = torch.Generator().manual_seed(11)
+        for name, p in block.named_parameters():
+            values = _values(name, p, numbers, self._dtype).to(self._device)
+            become(p, nn.Parameter(values, p.requires_grad and values.is_floating_point()))
+        own = dict(self._real.named_buffers())
+        for name, b in block.named_buffers():
+            if own[name].is_meta:
+                raise CannotTry(f"{name} has no values yet")
+            values = own[name].detach().clone()
+            become(b, values.to(self._dtype) if values.is_floating_point() else values)
+        Dropouts(block).end()
+        return block.train(self.training)
+
+    def _run(self, module: nn.Module) -> _Result:
+        x = self._argument.of(self._args, dict(self._kwargs))
+        memo: dict[int, Any] = {}
+        inputs: list[torch.Tensor] = []
+        for t in tensors_in((self._args, self._kwargs)):
+            made = t.detach().to(self._dtype) if t.is_floating_point() else t.detach()
+            memo[id(t)] = made.clone()
+            if t is not x and t.requires_grad and t.is_floating_point():
+                inputs.append(made.clone().requires_grad_())
+                memo[id(t)] = inputs[-1].clone()  # no leaf, into which the program might not write
+        if torch.is_tensor(x) and x.is_floating_point():
+            random = torch.randn(x.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+            inputs.insert(0, random.to(self._device, self._dtype).requires_grad_())
+            memo[id(x)] = inputs[0] * self._factor
+        args, kwargs = copy.deepcopy((tuple(self._args), dict(self._kwargs)), memo)
+        output = module(*args, **kwargs)
+        return _Result(module, inputs, [t for t in tensors_in(output) if t.is_floating_point()])
+
+    def _compare_outputs(self, whole: _Result, parts: _Result) -> str:
+        if not parts.outputs or parts.outputs[0].shape != whole.outputs[0].shape:
+            return "its output has another shape"
+        same = [(a, b) for a, b in zip(parts.outputs, whole.outputs, strict=False) if a.shape == b.shape]
+        return self._described("its output", max(_difference(a, b) for a, b in same))
+
+    def _backward(self, whole: _Result, parts: _Result) -> None:
+        """Back from what both have."""
+        both = [
+            (a, b)
+            for a, b in zip(parts.outputs, whole.outputs, strict=False)
+            if a.shape == b.shape and a.requires_grad and b.requires_grad
+        ]
+        for side in (0, 1):
+            outputs = [pair[side] for pair in both]
+            if outputs:
+                numbers = torch.Generator().manual_seed(3)
+                given = [torch.randn(t.shape, generator=numbers, dtype=torch.float64).to(t) for t in outputs]
+                torch.autograd.backward(outputs, given)
+
+    def _compare_gradients(self, whole: _Result, parts: _Result) -> str:
+        for a, b in zip(parts.inputs, whole.inputs, strict=True):
+            wrong = self._described("the gradient of its input", _gradient_difference(a.grad, b.grad, 0.0))
+            if wrong:
+                return wrong
+        expected = dict(whole.module.named_parameters())
+        largest = max((float(p.grad.abs().max()) for p in expected.values() if p.grad is not None), default=0.0)
+        for name, p in getattr(parts.module, "block", parts.module).named_parameters():
+            gradient, cut = expected[name].grad, placement(p).cut
+            of_rank = gradient if gradient is None or cut is None else cut.of(gradient)
+            wrong = self._described(f"the gradient of {name}", _gradient_difference(p.grad, of_rank, _LEAST * largest))
+            if wrong:
+                return wrong
+        return ""
+
+    def _described(self, what: str, difference: float) -> str:
+        if difference <= _BOUND[self._dtype] or difference <= _GROWS * self._sensitivity(difference):
+            return ""
+        return f"{what} differs by {difference:.1g} of its largest element"
+
+    def _sensitivity(self, difference: float) -> float:
+        """How much of an output a slight change of the input makes, where roundings within grow beyond the dtype's."""
+        if difference > _CLEARLY:
+            return 0.0
+        before = self._run(self._block())
+        self._factor = 1 + _SLIGHTLY
+        changed = self._run(self._block())
+        self._factor = 1.0
+        return max(0.0, _difference(changed.outputs[0], before.outputs[0]) - _USUAL * _SLIGHTLY)
+
+
+def dtypes_of(block: nn.Module) -> list[torch.dtype]:
+    """Returns the dtypes in which to try a block, the best one first."""
+    count = sum(p.numel() for p in block.parameters())
+    own = {p.dtype for p in block.parameters()} & {torch.bfloat16, torch.float16}
+    return [*([torch.float64] if count <= _SMALL else []), torch.float32, *sorted(own, key=str)]
+
+
+def _values(name: str, p: torch.Tensor, numbers: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    """Random numbers by which no parameter is without effect."""
+    if not p.is_floating_point():
+        return torch.zeros(p.shape, dtype=p.dtype)
+    made = torch.randn(p.shape, generator=numbers, dtype=torch.float32)
+    if p.dim() > 1:
+        made *= 1 / math.sqrt(p.shape[-1])
+    elif "bias" in name.rpartition(".")[2]:
+        made *= 0.3
+    else:
+        made = 1 + 0.3 * made
+    return made.to(dtype)
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, of the largest element that is expected."""
+    if not found.numel():
+        return 0.0
+    difference = float((found.detach() - expected.detach()).abs().max())
+    largest = float(expected.detach().abs().max())
+    return math.inf if math.isnan(difference) else difference / max(largest, 1e-30)
+
+
+def _gradient_difference(found: torch.Tensor | None, expected: torch.Tensor | None, least: float) -> float:
+    """Returns `_difference` for gradients, where None is zeros. least: of the largest element, at least."""
+    if found is None or expected is None:
+        given = found if expected is None else expected
+        return 0.0 if given is None or float(given.abs().max()) <= least else math.inf
+    if found.shape != expected.shape:
+        return math.inf
+    difference, largest = float((found - expected).abs().max()), float(expected.abs().max())
+    return math.inf if math.isnan(difference) else difference / max(largest, least, 1e-30)
