@@ -169,12 +169,12 @@ class Trials:
     ) -> str | None:
         device = next((t.device for t in tensors_in((args, kwargs))), torch.device("cpu"))
         devices = [device] if device.type == "cuda" else []
-        problem = kind.problem or self._unequal(kind, real, args, kwargs)
+        template, problem = kind.template, kind.problem or self._unequal(kind, real, args, kwargs)
         with torch.random.fork_rng(devices), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for dtype in dtypes_of(real) if kind.template is not None and not problem else []:
+            for dtype in [] if problem or template is None else dtypes_of(real):
                 for training in (True, False) if self._sequence_parallel or real.training else (False,):
-                    copies = Copies(kind.template, kind.input, real, args, kwargs, dtype, device, training=training)
+                    copies = Copies(template, kind.input, real, args, kwargs, dtype, device, training=training)
                     failed = self._any(copies.run_whole)
                     if failed:
                         problem = failed
