@@ -172,7 +172,8 @@ class Trials:
         template, problem = kind.template, kind.problem or self._unequal(kind, real, args, kwargs)
         with torch.random.fork_rng(devices), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for dtype in [] if problem or template is None else dtypes_of(real):
+            for dtype in [] if problem else dtypes_of(real):
+                assert template is not None  # as there is no problem
                 for training in (True, False) if self._sequence_parallel or real.training else (False,):
                     copies = Copies(template, kind.input, real, args, kwargs, dtype, device, training=training)
                     failed = self._any(copies.run_whole)
