@@ -90,8 +90,8 @@ class _Modules:
         if name in self._left:
             self._leave(name, module, self._left[name])
             for child, inner in module.named_children():
-                self._visit(dot + child, inner, expert=False)
-            return None
+                self._visit(dot + child, inner, expert=name.rpartition(".")[2] == "experts")
+            return
         if expert:
             return self._leave(name, module, "an expert, which sees other tokens at each step")
         if self._takes_tokens(module):

@@ -75,6 +75,8 @@ def parallelize(
         raise ConfigurationError(f"parallelize: overlap: got {overlap!r}; needs True, False or 'auto'")
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"parallelize: model: got {type(model).__name__}; needs a torch.nn.Module")
+    if isinstance(leave_whole, str) or not all(isinstance(name, str) for name in leave_whole):
+        raise ConfigurationError(f"parallelize: leave_whole: got {leave_whole!r}; needs a list of names of modules")
     if leave_whole and plan != "auto":
         raise ConfigurationError("parallelize: leave_whole: got names without plan='auto'; leave them out of the plan")
     if getattr(model, ATTRIBUTE, None) is not None or any(placement(p).cut is not None for p in model.parameters()):

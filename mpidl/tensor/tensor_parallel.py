@@ -130,7 +130,7 @@ class TensorParallel:
         heads: those of this rank, whose sharers sum; None: all ranks do.
         if_in_pieces: only of passes in which sequences are in pieces.
         """
-        group = self.group if heads is None else self._group_of(heads)
+        group = self.group if heads is None else self.group_of(heads)
         self.summed.update(module.parameters())
         self.set(module, "forward", _SumsGradients(module, self, group, if_in_pieces))
 
@@ -139,7 +139,8 @@ class TensorParallel:
         """Collectives over all ranks of tp, and over groups of them that share heads."""
         return [self.group, *self._sharers.values()]
 
-    def _group_of(self, heads: Heads) -> TensorGroup:
+    def group_of(self, heads: Heads) -> TensorGroup:
+        """Collectives over the ranks that share these key/value heads. Collective at first."""
         if len(heads.sharers) == self.ranks:
             return self.group
         if heads.all_key not in self._sharers:  # which tells the groups of all ranks, so that all come to `part`
@@ -368,13 +369,28 @@ class Dropouts:
             self._noted.add((id(owner), name))
             self._rates.append((owner, name))
 
-    def end(self) -> None:
-        """Sets all rates that were found to 0."""
-        for owner, name in self._rates:
+    def end(self) -> Callable[[], None]:
+        """Sets all rates that were found to 0; returns what sets them to what they were."""
+        owners = [owner if isinstance(owner, dict) else vars(owner) for owner, _ in self._rates]
+        before = [own.get(name, self) for own, (_, name) in zip(owners, self._rates, strict=True)]
+
+        def put(owner: Any, name: str, value: Any) -> None:
             if isinstance(owner, dict):
-                owner[name] = 0.0
+                owner[name] = value
+            elif value is self:  # it is an attribute of the class
+                delattr(owner, name)
             else:
-                setattr(owner, name, 0.0)
+                setattr(owner, name, value)
+
+        for owner, name in self._rates:
+            put(owner, name, 0.0)
+        rates = list(self._rates)
+
+        def undo() -> None:
+            for (owner, name), value in zip(rates, before, strict=True):
+                put(owner, name, value)
+
+        return undo
 
     def __bool__(self) -> bool:
         if self._in_source:

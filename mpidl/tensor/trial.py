@@ -7,28 +7,32 @@
 
 The plan is read from source, and a program may do what the reading has not seen: a function that looks at all features,
 a number of heads from elsewhere, a weight that another module reads. It computes something else then, without an error.
-So each kind of block is tried. In `parallelize` with its input alone, where its forward pass takes that; what differs
-stays whole. And in its first call with other arguments, such as masks, where a difference is an error.
+So each kind of block is tried, in training and in evaluation. In `parallelize` with its input alone, where its forward
+pass takes that; what differs stays whole. And when one of the blocks is first called with such arguments, such as a
+mask, where a difference is an error.
 
 The copies compute in double precision, in single where a block is large, or in the parameters' own where nothing else
-runs; without dropout. A trial touches no parameter of the model and no random number. It runs in a thread of its own,
-so that autocast, checkpoints and no_grad around the call do not reach it.
+runs; without dropout. A trial changes no parameter, gradient or random number of the program's; but forward hooks of
+the block, which may change what it computes, run on the copies too. It runs in a thread of its own, so that autocast,
+checkpoints and no_grad around the call do not reach it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..compiling import uncompiled
 from ..errors import ConfigurationError
@@ -40,12 +44,16 @@ from .input_check import sums_of
 from .linear import kind_of, sizes_of
 from .plans import Found
 from .regions import AttentionParallel, FeedForwardParallel, joined
+from .source import methods_of
 from .styles import Argument, SequenceBegins, SequenceEnds, Style
 from .tensor_parallel import TensorParallel
 from .trial_copies import Alone, Copies, Root, dtypes_of
 
-_BATCH, _TOKENS = 3, 7  # of an input that is made up; no number of heads or of ranks divides both
+_BATCH, _TOKENS = 2, 7  # of an input that is made up
+_SIGNATURES = 16  # with so many kinds of arguments a block is tried
 _NUMBER = re.compile(r"(?:^|_)(?:idx|index|id|number|no)$")  # in the name of an attribute, that it numbers a module
+
+_CPU = torch.device("cpu")
 
 Relative = dict[str, list[Style]]  # names in a block, and their styles
 Apply = Callable[[nn.Module, Relative, TensorParallel], None]
@@ -60,7 +68,7 @@ class Kind:
     template: a copy of the first one, without values.
     input: the name of the argument that comes in pieces.
     problem: why there is no copy.
-    alone: whether it was tried with its input alone.
+    seen: what it was called with when it was tried (`_signature`), and how it differed: "" if it did not.
     """
 
     names: list[str]
@@ -68,7 +76,7 @@ class Kind:
     template: nn.Module | None
     input: str
     problem: str = ""
-    alone: bool = False
+    seen: dict[Any, str] = field(default_factory=dict)
 
     @property
     def regions(self) -> list[str]:
@@ -76,10 +84,19 @@ class Kind:
         return [name for name, styles in self.plan.items() if any(map(_is_region, styles))]
 
     @property
-    def pattern(self) -> str:
-        """The names as one, with * for numbers."""
-        first = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", self.names[0])
-        return first if len(self.names) > 1 else self.names[0]
+    def patterns(self) -> list[str]:
+        """The names of the blocks, with * for numbers where there are several."""
+        if len(self.names) == 1:
+            return self.names
+        return list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in self.names))
+
+
+@dataclass
+class Outcome:
+    """Result of a trial. wrong: how a cut copy differs; not_tried: why none could run. Both empty: it is equal."""
+
+    wrong: str = ""
+    not_tried: str = ""
 
 
 class Trials:
@@ -97,56 +114,59 @@ class Trials:
         """Tries each kind with its input alone. Returns the names of regions that differ, and how. Collective."""
         found: dict[str, str] = {}
         for kind in self._kinds:
-            block = self._block(kind)
-            made = _made_up_input(block, kind)
-            if made is None:
+            block = self._first_block(kind)
+            made_up = _made_up_input(block, kind)
+            if made_up is None:
                 continue
-            wrong = self.difference(kind, block, kind.plan, (made,), {})
-            kind.alone = wrong is not None
+            wrong = self.try_out(kind, block, kind.plan, (made_up,), {}).wrong
             if not wrong:
                 continue
             by_itself = {
-                name: self.difference(kind, block, {name: kind.plan[name]}, (made,), {}) for name in kind.regions
+                name: self.try_out(kind, block, {name: kind.plan[name]}, (made_up,), {}).wrong for name in kind.regions
             }
             differing = {name: how for name, how in by_itself.items() if how}
             for region in differing or kind.regions:
-                how = differing.get(region) or wrong
                 for name in kind.names:
-                    found[joined(name, region)] = f"cut, it computes something else: {how}"
+                    found[joined(name, region)] = f"cut, {differing.get(region, wrong)}"
         return found
 
-    def _block(self, kind: Kind) -> nn.Module:
+    def _first_block(self, kind: Kind) -> nn.Module:
         model = self._model()
         assert model is not None
         return model.get_submodule(kind.names[0])
 
     def try_first_calls(self, tp: TensorParallel) -> None:
-        """Has each kind tried in its first call in which it gets more than it was tried with. tp: of the model."""
+        """Has each kind tried when one of its blocks is first called with such arguments. tp: of the model."""
+        model = self._model()
+        assert model is not None
         for kind in self._kinds:
-            block = self._block(kind)
-            tp.keep(block.register_forward_pre_hook(_FirstCall(self, kind, tp), with_kwargs=True, prepend=True))
+            for name in kind.names:
+                hook = _BeforeCall(self, kind, name, tp)
+                block = model.get_submodule(name)
+                tp.keep(block.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
 
-    def difference(
-        self,
-        kind: Kind,
-        block: nn.Module,
-        plan: Relative,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        warns: bool = False,
-    ) -> str | None:
-        """How the cut copy differs: "" if it does not, None if it cannot be tried. The same on every rank. Collective.
+    def try_out(
+        self, kind: Kind, block: nn.Module, plan: Relative, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Outcome:
+        """Runs copies of a block, whole and cut, and compares them. The same on every rank of tp. Collective.
 
-        block: one of the kind, for its buffers and its mode.
-        warns: say so where it cannot be tried.
+        block: one of the kind, for its buffers.
         """
-        found: list[str | None] = []
+        found: list[Outcome] = []
         failed: list[BaseException] = []
+        device = next((t.device for t in (*block.parameters(), *tensors_in((args, kwargs))) if not t.is_meta), _CPU)
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
         def run() -> None:
             try:
-                found.append(self._tried(kind, block, plan, args, kwargs, warns))
+                with contextlib.ExitStack() as inside:
+                    if stream is not None:  # a thread begins with another device and stream
+                        inside.enter_context(torch.cuda.device(device))
+                        inside.enter_context(torch.cuda.stream(stream))
+                    inside.enter_context(torch.random.fork_rng([device] if stream is not None else []))
+                    inside.enter_context(warnings.catch_warnings())
+                    warnings.simplefilter("ignore")
+                    found.append(self._outcome(kind, block, plan, args, kwargs, device))
             except BaseException as error:  # raised in the caller's thread
                 failed.append(error)
 
@@ -156,41 +176,56 @@ class Trials:
         if failed:  # in a way that is not the program's
             raise failed[0]
         everyone = all_gather_object(self._mesh["tp"], found[0])
-        return next((each for each in everyone if each), found[0])
+        return next((each for each in everyone if each.wrong or each.not_tried), found[0])
 
-    def _tried(
+    def _outcome(
         self,
         kind: Kind,
-        real: nn.Module,
+        block: nn.Module,
         plan: Relative,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        warns: bool,
-    ) -> str | None:
-        device = next((t.device for t in tensors_in((args, kwargs))), torch.device("cpu"))
-        devices = [device] if device.type == "cuda" else []
-        template, problem = kind.template, kind.problem or self._unequal(kind, real, args, kwargs)
-        with torch.random.fork_rng(devices), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for dtype in [] if problem else dtypes_of(real):
-                assert template is not None  # as there is no problem
-                for training in (True, False) if self._sequence_parallel or real.training else (False,):
-                    copies = Copies(template, kind.input, real, args, kwargs, dtype, device, training=training)
-                    failed = self._any(copies.run_whole)
-                    if failed:
-                        problem = failed
-                        continue
-                    # By itself first: where it fails on one rank the others would wait for it.
-                    failed = self._any(partial(copies.run_alone, self._cut(kind, plan, copies, True)))
-                    failed = failed or self._any(partial(copies.compare, self._cut(kind, plan, copies, False)))
-                    return f"it fails with {failed}" if failed else copies.wrong
-        if warns:
-            text = problem.strip().split("\n")[0][:200]
-            warnings.warn(
-                f"plan='auto': {kind.pattern} could not be tried by itself ({text}); compare a step with one process",
-                stacklevel=2,
-            )
-        return None
+        device: torch.device,
+    ) -> Outcome:
+        """Compares in training, and the outputs in evaluation too, each in the best dtype in which the whole runs."""
+        if kind.problem:
+            return Outcome(not_tried=kind.problem)
+        args, kwargs, elements = _two_sequences(block, kind, args, kwargs)
+        if self._differ_by_rank(block, kind, args, kwargs):
+            return Outcome(not_tried="an argument is not the same on all ranks")
+        outcome = Outcome(not_tried="nothing ran")
+        for training in (True, False):
+            before = outcome
+            for dtype in dtypes_of(block, elements):
+                assert kind.template is not None
+                first = bool(before.not_tried)
+                copies = Copies(
+                    kind.template, kind.input, block, args, kwargs, dtype, device, training=training, gradients=first
+                )
+                try:
+                    outcome = self._compared(kind, plan, copies)
+                finally:
+                    copies.close()
+                if not outcome.not_tried:
+                    break
+            if outcome.wrong:
+                return outcome
+            if outcome.not_tried and not before.not_tried:
+                outcome = before
+        return outcome
+
+    def _compared(self, kind: Kind, plan: Relative, copies: Copies) -> Outcome:
+        failed = self._any(copies.run_whole)
+        if failed:
+            return Outcome(not_tried=failed)
+        # By itself first: where it fails on one rank the others would wait for it.
+        failed = self._any(partial(copies.run_alone, self._cut(kind, plan, copies, True)))
+        failed = failed or self._any(partial(copies.compare, self._cut(kind, plan, copies, False)))
+        if _is_lack_of_memory(failed):
+            return Outcome(not_tried=failed)
+        if failed:
+            return Outcome(f"it fails with {failed}")
+        return Outcome(f"it computes something else: {copies.wrong}" if copies.wrong else "")
 
     def _any(self, run: Callable[[], Any]) -> str:
         """Runs something on every rank. Returns what it failed with on any of them, "" if it did not. Collective."""
@@ -201,12 +236,16 @@ class Trials:
             failed = f"{type(error).__name__}: {error}".strip().split("\n")[0][:200]
         return next(filter(None, all_gather_object(self._mesh["tp"], failed)), "")
 
-    def _unequal(self, kind: Kind, real: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        """Says so if an argument besides the input is not the same on all ranks, as biases of their heads."""
-        x = Argument(real, kind.input).of(args, dict(kwargs))
-        mine = [(tuple(t.shape), () if t is x else sums_of(t)) for t in tensors_in((args, kwargs))]
+    def _differ_by_rank(self, block: nn.Module, kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Returns whether a tensor besides the input is not the same on all ranks, as biases of their heads.
+
+        It does not look into objects, such as a cache, which holds each rank's heads of other blocks.
+        """
+        x = Argument(block, kind.input).of(args, dict(kwargs))
+        given = [t for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)]
+        mine = [(tuple(t.shape), () if t is x else sums_of(t)) for t in given]
         everyone = all_gather_object(self._mesh["tp"], repr(mine))
-        return "" if everyone.count(everyone[0]) == len(everyone) else "an argument is not the same on all ranks"
+        return everyone.count(everyone[0]) < len(everyone)
 
     def _cut(self, kind: Kind, plan: Relative, copies: Copies, alone: bool) -> Callable[[nn.Module], nn.Module]:
         """Returns what cuts a copy. alone: it computes without the other ranks, and something else."""
@@ -216,6 +255,7 @@ class Trials:
             tp = TensorParallel(self._mesh, sequence_parallel=self._sequence_parallel and copies.training)
             if alone:
                 tp.group = TensorGroup(Alone(tp.comm))  # type: ignore[arg-type]
+                tp.group_of = lambda heads: tp.group  # type: ignore[method-assign]
             tp.model = weakref.ref(root)
             named = {joined("block", name): list(styles) for name, styles in plan.items()}
             if tp.sequence_parallel:
@@ -228,41 +268,78 @@ class Trials:
         return cut
 
 
-class _FirstCall:
-    """Hook before a block's forward pass, which tries its kind once."""
+class _BeforeCall:
+    """Hook before a block's forward pass, which tries its kind, and raises what was found at each call."""
 
-    def __init__(self, trials: Trials, kind: Kind, tp: TensorParallel) -> None:
-        self._trials, self._kind, self._tp = trials, kind, tp
-        self._done = False
+    def __init__(self, trials: Trials, kind: Kind, name: str, tp: TensorParallel) -> None:
+        self._trials, self._kind, self._name, self._tp = trials, kind, name, tp
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _FirstCall:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _BeforeCall:
         return self  # a copy of the model is cut like the model
 
     def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._done and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             self._look(block, args, kwargs)
 
     @uncompiled
     def _look(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kind = self._kind
+        signature = _signature(Argument(block, kind.input).of(args, kwargs), args, kwargs)
+        wrong = kind.seen.get(signature)
+        if wrong is None and len(kind.seen) < _SIGNATURES:
+            wrong = kind.seen[signature] = self._try_out(block, args, kwargs)
+        if wrong:
+            regions = ", ".join(joined(self._name, region) for region in kind.regions)
+            raise ConfigurationError(
+                f"parallelize: plan='auto': {self._name}, cut over {self._tp.ranks} ranks: {wrong}; needs leave_whole= "
+                f"with some of {regions}, or a plan by hand"
+            )
+
+    def _try_out(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         kind, length = self._kind, self._tp.length
         argument = Argument(block, kind.input)
         x = argument.of(args, kwargs)
-        given = [each for each in (*args, *kwargs.values()) if each is not None]
-        if kind.alone and len(given) == 1:
-            return
-        self._done = True
         if torch.is_tensor(x) and length is not None and x.dim() > 1 and x.shape[1] != length:
             whole = x.new_empty(x.shape[0], length, *x.shape[2:])  # its values do not matter
             args, kwargs = argument.replaced(args, kwargs, whole)
-        warns = self._tp.rank == 0 and not kind.alone
-        wrong = self._trials.difference(kind, block, kind.plan, args, kwargs, warns=warns)
-        kind.template = None
-        if wrong:
-            regions = ", ".join(joined(kind.pattern, region) for region in kind.regions)
-            raise ConfigurationError(
-                f"parallelize: plan='auto': {kind.pattern} computes something else when it is cut over "
-                f"{self._tp.ranks} ranks: {wrong}; needs leave_whole= with some of {regions}, or a plan by hand"
-            )
+        outcome = self._trials.try_out(kind, block, kind.plan, args, kwargs)
+        if outcome.not_tried and self._tp.rank == 0:
+            what = f"{', '.join(kind.patterns)} could not be tried by itself ({outcome.not_tried})"
+            warnings.warn(f"plan='auto': {what}; compare a step with one process", stacklevel=2)
+        return outcome.wrong
+
+
+def _signature(x: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What of arguments may choose another path of a program: which there are, flags, and how many dimensions.
+
+    x: the input, of which the gradient is always compared.
+    """
+
+    def of(value: Any) -> Any:
+        if torch.is_tensor(value):
+            return value.dim(), value.requires_grad and value is not x
+        return value if value is None or isinstance(value, bool | str) else type(value)
+
+    return tuple(map(of, args)), tuple((name, of(value)) for name, value in sorted(kwargs.items()))
+
+
+def _two_sequences(
+    block: nn.Module, kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], int]:
+    """Returns the arguments for the first two sequences of a batch, and the elements of the input then."""
+    x = Argument(block, kind.input).of(args, dict(kwargs))
+    if not torch.is_tensor(x):
+        return tuple(args), dict(kwargs), 0
+    batch = x.shape[0] if x.dim() == 3 else 0
+    others = [t for t in tree_leaves((args, kwargs)) if torch.is_tensor(t) and t is not x]
+    if batch <= 2 or any(t.dim() and t.shape[0] not in (1, batch) for t in others):
+        return tuple(args), dict(kwargs), x.numel()
+    cut = tree_map(lambda t: t[:2] if torch.is_tensor(t) and t.dim() and t.shape[0] == batch else t, (args, kwargs))
+    return (*cut[0],), cut[1], x[:2].numel()
+
+
+def _is_lack_of_memory(failed: str) -> bool:
+    return failed.startswith(("MemoryError", "OutOfMemoryError")) or "allocate memory" in failed
 
 
 def _is_region(style: Any) -> bool:
@@ -271,25 +348,25 @@ def _is_region(style: Any) -> bool:
 
 def _kinds(model: nn.Module, found: Found) -> Iterator[Kind]:
     """Groups the blocks that a plan cuts by what they are."""
-    styles = {name: [s for s in given if not isinstance(s, SequenceBegins | SequenceEnds)] for name, _, given in found}
-    units = {_unit(model, name) for name, given in styles.items() if any(map(_is_region, given))}
+    styles = {name: [s for s in some if not isinstance(s, SequenceBegins | SequenceEnds)] for name, _, some in found}
+    units = {_unit(model, name) for name, some in styles.items() if any(map(_is_region, some))}
     units -= {inner for inner in units for outer in units if inner.startswith(f"{outer}.") and outer != inner}
-    kinds: dict[Any, Kind] = {}
+    kinds: dict[str, Kind] = {}
     for unit, block in model.named_modules():
         if unit not in units:
             continue
         plan = {
-            name[len(unit) :].strip("."): given
-            for name, given in styles.items()
-            if given and (name == unit or not unit or name.startswith(f"{unit}."))
+            name[len(unit) :].strip("."): some
+            for name, some in styles.items()
+            if some and (name == unit or not unit or name.startswith(f"{unit}."))
         }
-        key = repr((type(block), sorted((name, repr(given)) for name, given in plan.items()), _settings(unit, block)))
+        key = repr((type(block), sorted((name, repr(some)) for name, some in plan.items()), _fingerprint(unit, block)))
         if key in kinds:
             kinds[key].names.append(unit)
-            continue
-        given = next(s for some in plan.values() for s in some if _is_region(s))
-        template, problem = _without_values(block, model)
-        kinds[key] = Kind([unit], plan, template, getattr(given, "input", "hidden_states"), problem)
+        else:
+            region = next(s for some in plan.values() for s in some if _is_region(s))
+            template, problem = _without_values(block, model)
+            kinds[key] = Kind([unit], plan, template, getattr(region, "input", "hidden_states"), problem)
     yield from kinds.values()
 
 
@@ -302,28 +379,59 @@ def _unit(model: nn.Module, name: str) -> str:
     return ".".join(parts[:-1]) or name
 
 
-def _settings(unit: str, block: nn.Module) -> list[Any]:
-    """Shapes and plain attributes of all modules in a block, but for what numbers it, such as layer_idx."""
+def _fingerprint(unit: str, block: nn.Module) -> list[Any]:
+    """What may tell one block from another: shapes, attributes, hooks.
+
+    But for what numbers it, such as layer_idx, where its source only hands that to a cache.
+    """
     numbers = {int(part) + first for part in unit.split(".") if part.isdigit() for first in (0, 1)}
     found: list[Any] = []
     for name, module in block.named_modules():
         own = [
-            (key, value)
+            (key, _told(value))
             for key, value in vars(module).items()
-            if isinstance(value, int | float | str)
-            and key != "training"
-            and not (type(value) is int and value in numbers and _NUMBER.search(key))
+            if key not in ("training", "_parameters", "_buffers", "_modules")
+            and not (type(value) is int and value in numbers and _only_numbers(module, key))
         ]
-        shapes = [(key, tuple(p.shape), p.dtype) for key, p in module.named_parameters(recurse=False)]
-        found.append((name, type(module), sorted(own), shapes))
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        shapes = [(key, tuple(t.shape), t.dtype, t.requires_grad) for key, t in tensors]
+        found.append((name, type(module), sorted(own, key=repr), shapes))
     return found
 
 
+def _told(value: Any) -> Any:
+    """Returns what stands for a value: equal for equal plain ones, else its own."""
+    if value is None or isinstance(value, int | float | str):
+        return value
+    if isinstance(value, list | tuple | set):
+        return type(value), [_told(each) for each in value]
+    if isinstance(value, Mapping):
+        return (
+            type(value),
+            [(_told(key), _told(each)) for key, each in value.items() if not isinstance(key, int)],
+            [
+                _told(each)
+                for key, each in value.items()
+                if isinstance(key, int)  # the numbers of hooks
+            ],
+        )
+    return tuple(value.shape) if torch.is_tensor(value) else id(value)
+
+
+def _only_numbers(module: nn.Module, attribute: str) -> bool:
+    """Returns whether an attribute numbers a module, and its methods use it only to find its place in a cache."""
+    if _NUMBER.search(attribute) is None:
+        return False
+    lines = [line for method in methods_of(module) if method.name != "__init__" for line in method.text.split("\n")]
+    return all("update(" in line for line in lines if re.search(rf"\bself\.{attribute}\b", line))
+
+
 def _without_values(block: nn.Module, model: nn.Module) -> tuple[nn.Module | None, str]:
-    """A copy of a block whose parameters have no memory; or None, and why it cannot be copied."""
+    """A copy of a block whose parameters and buffers have no memory; or None, and why it cannot be copied."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
     }
+    memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
     for module in model.modules():
         recording = vars(module).get("_mpidl_recording")
         memo[id(recording)] = recording

@@ -1,18 +1,21 @@
 """Copies of a block with the same random values, one whole and one cut over tp, and how far they differ (`trial`).
 
 run_whole    the whole copy, forward
-run_alone    the cut copy, forward, without the other ranks: only to see whether it runs
-compare      the cut copy, forward; then backward through both
+run_alone    the cut copy, without the other ranks: only to see whether it runs
+compare      the cut copy; then backward through both
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -23,11 +26,11 @@ from ..module_tensors import become, tensors_in
 from .styles import Argument
 from .tensor_parallel import Dropouts
 
-_SMALL = 1 << 26  # parameters of a block that is tried in double precision
+_SMALL, _SMALL_INPUT = 1 << 26, 1 << 22  # parameters of a block, elements of its input, that it is tried in double
 _BOUND = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _SLIGHTLY = 1e-6  # by so much an input is changed to see how roundings grow
-_USUAL = 100  # times as much as that change an output may change without roundings
-_GROWS = 30  # times as much as an output changes beyond that, a difference may be
+_USUAL = 100  # without roundings, an output changes by at most so many times the change of the input
+_GROWS = 30  # a difference may be so many times what the output changes beyond that
 _CLEARLY = 0.2  # no rounding makes such a difference
 _LEAST = 1e-4  # of the largest gradient: smaller ones, such as of a bias of keys, are roundings alone
 
@@ -92,6 +95,11 @@ class _Result:
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
 
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """What gets a gradient: of the copy alone, not what the program refers to besides."""
+        return [*self.inputs, *(p for p in self.module.parameters() if p.requires_grad)]
+
 
 class Copies:
     """Copies of a block in one dtype, and one mode, with the same values.
@@ -100,6 +108,7 @@ class Copies:
     input: the name of the argument in whose place random numbers come.
     real: the block itself, for its buffers.
     args, kwargs: of its call.
+    gradients: whether to compare them.
 
     wrong: how the cut copy differs from the whole one; "" if it does not.
     """
@@ -115,40 +124,58 @@ class Copies:
         device: torch.device,
         *,
         training: bool,
+        gradients: bool,
     ) -> None:
         self._template, self._real, self._args, self._kwargs = template, real, args, kwargs
-        self._dtype, self._device, self.training = dtype, device, training
+        self._dtype, self._device, self.training, self._gradients = dtype, device, training, gradients
         self._argument = Argument(real, input)
         self._factor = 1.0  # of the input
+        self._numbers = random.getstate(), np.random.get_state()
+        self._undo: list[Callable[[], None]] = []
+        self._has_input = True
         self._whole: _Result
         self.wrong = ""
 
     def run_whole(self) -> None:
         """Runs the whole copy. Raises whatever that does, or CannotTry."""
-        before = torch.get_rng_state()
-        self._whole = self._run(self._block())
-        if not torch.equal(before, torch.get_rng_state()):
+        before = self._states()
+        self._whole = self._run(self._copy())
+        if not all(map(torch.equal, before, self._states())):
             raise CannotTry("it draws random numbers")
-        if not self._whole.outputs or not self._whole.outputs[0].isfinite().all():
-            raise CannotTry("its output is not finite")
+        if not self._whole.outputs:
+            raise CannotTry("it returns no tensor")
+        if any(t.isnan().any() for t in self._whole.outputs):
+            raise CannotTry("its output is not a number")
+
+    def _states(self) -> list[torch.Tensor]:
+        """States of torch's random numbers."""
+        return [
+            torch.get_rng_state(),
+            *([torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []),
+        ]
 
     def run_alone(self, cut: Callable[[nn.Module], nn.Module]) -> None:
-        """Runs a cut copy forward. Raises whatever that does."""
-        with torch.no_grad():
-            self._run(cut(self._block()))
+        """Runs a cut copy, forward and backward. Raises whatever that does."""
+        parts = self._run(cut(self._copy()))
+        _backward([t for t in parts.outputs if t.requires_grad], parts.leaves)
 
     def compare(self, cut: Callable[[nn.Module], nn.Module]) -> None:
         """Runs a cut copy, and compares it with the whole one. Raises whatever it does. Collective over tp."""
-        whole, parts = self._whole, self._run(cut(self._block()))
-        self._backward(whole, parts)
+        whole, parts = self._whole, self._run(cut(self._copy()))
+        both = [
+            (a, b)
+            for a, b in zip(parts.outputs, whole.outputs, strict=False)
+            if a.shape == b.shape and a.requires_grad and b.requires_grad
+        ]
+        _backward([a for a, _ in both], parts.leaves)
+        _backward([b for _, b in both], whole.leaves)
         self.wrong = self._compare_outputs(whole, parts) or self._compare_gradients(whole, parts)
 
-    def _block(self) -> nn.Module:
-        """A copy with values, the same at each call."""
+    def _copy(self) -> nn.Module:
+        """Makes a copy with values, the same at each call."""
         block = copy.deepcopy(self._template)
-        numbers = torch.Generator().manual_seed(11)
-        for name, p in block.named_parameters():
-            values = _values(name, p, numbers, self._dtype).to(self._device)
+        for number, (name, p) in enumerate(block.named_parameters()):
+            values = _values(name, p, 997 * number, self._dtype).to(self._device)
             become(p, nn.Parameter(values, p.requires_grad and values.is_floating_point()))
         own = dict(self._real.named_buffers())
         for name, b in block.named_buffers():
@@ -156,7 +183,7 @@ class Copies:
                 raise CannotTry(f"{name} has no values yet")
             values = own[name].detach().clone()
             become(b, values.to(self._dtype) if values.is_floating_point() else values)
-        Dropouts(block).end()
+        self._undo.append(Dropouts(block).end())
         return block.train(self.training)
 
     def _run(self, module: nn.Module) -> _Result:
@@ -169,48 +196,49 @@ class Copies:
             if t is not x and t.requires_grad and t.is_floating_point():
                 inputs.append(made.clone().requires_grad_())
                 memo[id(t)] = inputs[-1].clone()  # no leaf, into which the program might not write
-        if torch.is_tensor(x) and x.is_floating_point():
-            random = torch.randn(x.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-            inputs.insert(0, random.to(self._device, self._dtype).requires_grad_())
+        self._has_input = torch.is_tensor(x) and x.is_floating_point()
+        if self._has_input:
+            made_up = torch.randn(x.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+            inputs.insert(0, made_up.to(self._device, self._dtype).requires_grad_())
             memo[id(x)] = inputs[0] * self._factor
         args, kwargs = copy.deepcopy((tuple(self._args), dict(self._kwargs)), memo)
-        output = module(*args, **kwargs)
+        random.setstate(self._numbers[0])
+        np.random.set_state(self._numbers[1])
+        with torch.set_grad_enabled(self._gradients):
+            output = module(*args, **kwargs)
         return _Result(module, inputs, [t for t in tensors_in(output) if t.is_floating_point()])
 
     def _compare_outputs(self, whole: _Result, parts: _Result) -> str:
-        if not parts.outputs or parts.outputs[0].shape != whole.outputs[0].shape:
+        """Compares outputs of one shape. Others, such as keys of this rank's heads, are what a rank has of its own."""
+        pairs = list(zip(parts.outputs, whole.outputs, strict=False))
+        shape = whole.inputs[0].shape if whole.inputs else whole.outputs[0].shape
+        same = [(a, b) for a, b in pairs if a.shape == b.shape]
+        if not same or any(b.shape == shape != a.shape for a, b in pairs):
             return "its output has another shape"
-        same = [(a, b) for a, b in zip(parts.outputs, whole.outputs, strict=False) if a.shape == b.shape]
         return self._described("its output", max(_difference(a, b) for a, b in same))
 
-    def _backward(self, whole: _Result, parts: _Result) -> None:
-        """Back from what both have."""
-        both = [
-            (a, b)
-            for a, b in zip(parts.outputs, whole.outputs, strict=False)
-            if a.shape == b.shape and a.requires_grad and b.requires_grad
-        ]
-        for side in (0, 1):
-            outputs = [pair[side] for pair in both]
-            if outputs:
-                numbers = torch.Generator().manual_seed(3)
-                given = [torch.randn(t.shape, generator=numbers, dtype=torch.float64).to(t) for t in outputs]
-                torch.autograd.backward(outputs, given)
-
     def _compare_gradients(self, whole: _Result, parts: _Result) -> str:
-        for a, b in zip(parts.inputs, whole.inputs, strict=True):
-            wrong = self._described("the gradient of its input", _gradient_difference(a.grad, b.grad, 0.0))
+        for number, (a, b) in enumerate(zip(parts.inputs, whole.inputs, strict=True)):
+            what = f"the gradient of {'another argument' if number or not self._has_input else 'its input'}"
+            wrong = self._described(what, _gradient_difference(a.grad, b.grad, 0.0))
             if wrong:
                 return wrong
         expected = dict(whole.module.named_parameters())
         largest = max((float(p.grad.abs().max()) for p in expected.values() if p.grad is not None), default=0.0)
-        for name, p in getattr(parts.module, "block", parts.module).named_parameters():
+        for name, p in parts.module.get_submodule("block").named_parameters():
             gradient, cut = expected[name].grad, placement(p).cut
             of_rank = gradient if gradient is None or cut is None else cut.of(gradient)
             wrong = self._described(f"the gradient of {name}", _gradient_difference(p.grad, of_rank, _LEAST * largest))
             if wrong:
                 return wrong
         return ""
+
+    def close(self) -> None:
+        """Undoes what copies have changed outside of them."""
+        while self._undo:
+            self._undo.pop()()
+        random.setstate(self._numbers[0])
+        np.random.set_state(self._numbers[1])
 
     def _described(self, what: str, difference: float) -> str:
         if difference <= _BOUND[self._dtype] or difference <= _GROWS * self._sensitivity(difference):
@@ -221,41 +249,67 @@ class Copies:
         """How much of an output a slight change of the input makes, where roundings within grow beyond the dtype's."""
         if difference > _CLEARLY:
             return 0.0
-        before = self._run(self._block())
+        before = self._run(self._copy())
         self._factor = 1 + _SLIGHTLY
-        changed = self._run(self._block())
+        changed = self._run(self._copy())
         self._factor = 1.0
         return max(0.0, _difference(changed.outputs[0], before.outputs[0]) - _USUAL * _SLIGHTLY)
 
 
-def dtypes_of(block: nn.Module) -> list[torch.dtype]:
-    """Returns the dtypes in which to try a block, the best one first."""
-    count = sum(p.numel() for p in block.parameters())
+def dtypes_of(block: nn.Module, elements: int) -> list[torch.dtype]:
+    """Returns the dtypes in which to try a block, the best one first. elements: of its input."""
+    small = sum(p.numel() for p in block.parameters()) <= _SMALL and elements <= _SMALL_INPUT
     own = {p.dtype for p in block.parameters()} & {torch.bfloat16, torch.float16}
-    return [*([torch.float64] if count <= _SMALL else []), torch.float32, *sorted(own, key=str)]
+    return [*([torch.float64] if small else []), torch.float32, *sorted(own, key=str)]
 
 
-def _values(name: str, p: torch.Tensor, numbers: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    """Random numbers by which no parameter is without effect."""
+def _backward(outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
+    """Runs backward from outputs, with random gradients, to these leaves alone."""
+    if not outputs:
+        return
+    numbers = torch.Generator().manual_seed(3)
+    given = [torch.randn(t.shape, generator=numbers, dtype=torch.float64).to(t) for t in outputs]
+    try:
+        torch.autograd.backward(outputs, given, retain_graph=True, inputs=list(leaves))
+    except RuntimeError as error:
+        if "checkpoint" not in f"{error}":  # a re-entrant one goes to all leaves or none
+            raise
+        for leaf in leaves:
+            leaf.grad = None
+        torch.autograd.backward(outputs, given)
+
+
+def _values(name: str, p: torch.Tensor, number: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random numbers by which no parameter is without effect. number: of the parameter, which begins at another one."""
     if not p.is_floating_point():
         return torch.zeros(p.shape, dtype=p.dtype)
-    made = torch.randn(p.shape, generator=numbers, dtype=torch.float32)
+    base = _base()
+    count = -(-(p.numel() + number) // base.numel())
+    made = base.repeat(count)[number : number + p.numel()].view(p.shape)
     if p.dim() > 1:
-        made *= 1 / math.sqrt(p.shape[-1])
+        made = made / math.sqrt(p.shape[-1])
     elif "bias" in name.rpartition(".")[2]:
-        made *= 0.3
+        made = 0.3 * made
     else:
         made = 1 + 0.3 * made
     return made.to(dtype)
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, of the largest element that is expected."""
+@cache
+def _base() -> torch.Tensor:
+    """Random numbers that are repeated: as many as a prime, so that no two rows of a matrix are the same."""
+    return torch.randn(100_003, generator=torch.Generator().manual_seed(11), dtype=torch.float32)
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
+    """Returns the largest difference, of the largest element that is expected. least: of that, at least."""
     if not found.numel():
         return 0.0
-    difference = float((found.detach() - expected.detach()).abs().max())
-    largest = float(expected.detach().abs().max())
-    return math.inf if math.isnan(difference) else difference / max(largest, 1e-30)
+    found, expected = found.detach(), expected.detach()
+    if not torch.equal(found.isfinite(), expected.isfinite()):
+        return math.inf
+    found, expected = (torch.where(t.isfinite(), t, 0) for t in (found, expected))  # -inf of a mask
+    return float((found - expected).abs().max()) / max(float(expected.abs().max()), least, 1e-30)
 
 
 def _gradient_difference(found: torch.Tensor | None, expected: torch.Tensor | None, least: float) -> float:
@@ -265,5 +319,4 @@ def _gradient_difference(found: torch.Tensor | None, expected: torch.Tensor | No
         return 0.0 if given is None or float(given.abs().max()) <= least else math.inf
     if found.shape != expected.shape:
         return math.inf
-    difference, largest = float((found - expected).abs().max()), float(expected.abs().max())
-    return math.inf if math.isnan(difference) else difference / max(largest, least, 1e-30)
+    return _difference(found, expected, least)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
+import random
 import threading
 import warnings
 from collections.abc import Callable
@@ -35,10 +35,6 @@ class Attention(nn.Module):
 
     def split(self, y: torch.Tensor) -> torch.Tensor:
         return y.view(y.shape[0], -1, self.heads, self.head_dim).transpose(1, 2)
-
-    def qkv(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> list[torch.Tensor]:
-        y = x if memory is None else memory
-        return [self.split(self.q_proj(x)), self.split(self.k_proj(y)), self.split(self.v_proj(y))]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.split(self.q_proj(x)), self.split(self.k_proj(x)), self.split(self.v_proj(x))
@@ -239,8 +235,9 @@ def test_a_first_call_that_differs_is_an_error_on_all_ranks(comm: Communicator, 
                 if heads == 1:
                     call()
                     continue
-                with pytest.raises(ConfigurationError, match=r"blocks\.0 computes something else when it is cut over"):
-                    call()
+                for _ in range(2):
+                    with pytest.raises(ConfigurationError, match=r"blocks\.0, cut over \d ranks: it fails"):
+                        call()
 
 
 def test_what_leave_whole_names_is_not_cut(comm: Communicator) -> None:
@@ -251,12 +248,14 @@ def test_what_leave_whole_names_is_not_cut(comm: Communicator) -> None:
         assert_same_gradients(model, whole, some(2, 5, WIDTH), some(1, HEADS, 5, 5, seed=2))
         with pytest.raises(ConfigurationError, match="leave_whole: got names without plan='auto'"):
             mpidl.parallelize(made(Attention), mesh, {"plain": []}, leave_whole=["blocks.*"])
+        with pytest.raises(ConfigurationError, match="leave_whole: got 'blocks'; needs a list of names"):
+            mpidl.parallelize(made(Attention), mesh, "auto", leave_whole="blocks")
         with pytest.raises(ConfigurationError, match=r"'none\.\*' names no module"):
             mpidl.parallelize(made(Attention), mesh, "auto", leave_whole=["none.*"])
 
 
 class Crossing(Attention):
-    """An attention to a memory, which its source gives to the keys alone by name; both get it."""
+    """An attention whose keys and values come from a memory."""
 
     def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         q, k = self.split(self.q_proj(x)), self.split(self.k_proj(memory))
@@ -264,19 +263,169 @@ class Crossing(Attention):
         return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-def test_gradients_of_a_memory_are_compared_too(comm: Communicator) -> None:
-    """An argument besides the input, whose gradient each rank would have a part of."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Crossing()).double()
-    block: Any = model[1]
-    memory = some(2, 4, WIDTH, seed=3).requires_grad_()
+class Twice(Crossing):
+    """One that adds its memory to what it returns."""
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.split(self.q_proj(x)), self.split(self.k_proj(memory)), self.split(self.v_proj(memory))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.out_proj(y) + memory.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("kind", [Crossing, Twice])
+def test_gradients_of_other_arguments_are_compared_too(comm: Communicator, kind: Any) -> None:
+    model, whole = made(kind, 1), made(kind, 1)
+    x, memory = some(2, 5, WIDTH), some(2, 4, WIDTH, seed=3).requires_grad_()
     with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
-        whole = copy.deepcopy(block)
         mpidl.parallelize(model, mesh, "auto")
-        y = block(some(2, 5, WIDTH), memory)
-        expected = torch.autograd.grad(whole(some(2, 5, WIDTH), memory).square().sum(), memory)[0]
-        found = torch.autograd.grad(y.square().sum(), memory)[0]
+        if kind is Twice:
+            with pytest.raises(ConfigurationError, match="the gradient of another argument differs"):
+                model(x, memory)
+            return
+        found = torch.autograd.grad(model(x, memory).square().sum(), memory)[0]
+        expected = torch.autograd.grad(whole(x, memory).square().sum(), memory)[0]
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
+class ScaledByList(FeedForward):
+    """Its scale is a parameter of which each rank would have a part of the gradient, with the right output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(1))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu() * self.scales[0])
+
+
+class WithFunction(FeedForward):
+    """Blocks of one class that differ in a function that they keep."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = (F.relu, topk_relu)[WithFunction.made % 2]
+        WithFunction.made += 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class InEvaluation(FeedForward):
+    """One that does something else in evaluation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu() if self.training else self.act(self.up(x)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = topk_relu
+
+
+class SecondBlock(nn.Module):
+    """A block that looks at its own number."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_idx, self.act = SecondBlock.made % 2, topk_relu
+        self.ff = FeedForward()
+        SecondBlock.made += 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.ff.up(x)
+        return self.ff.down(self.act(h) if self.layer_idx == 1 else h.relu())
+
+
+@pytest.mark.parametrize("kind", [ScaledByList, WithFunction, InEvaluation, SecondBlock])
+@pytest.mark.parametrize("training", [True, False])
+def test_parameters_gradients_both_modes_and_every_kind_of_block(comm: Communicator, kind: Any, training: bool) -> None:
+    WithFunction.made = SecondBlock.made = 0
+    model = made(kind).train(training)
+    WithFunction.made = SecondBlock.made = 0
+    whole = made(kind).train(training)
+    with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
+        mpidl.parallelize(model, mesh, "auto")
+        assert_same_gradients(model, whole, some(2, 5, WIDTH))
+        cut = [any(placement(p).cut is not None for p in block.parameters()) for block in model.blocks]
+        assert cut == ([True, False] if kind in (WithFunction, SecondBlock) else [False, False])
+
+
+class Settings:
+    dropout = 0.5
+
+
+class WithSettings(FeedForward):
+    """Its rate lies in a class that no copy copies; a hook reads a parameter of the program's."""
+
+    config = Settings
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.dropout(self.up(x).relu(), self.config.dropout, self.training))
+
+
+def test_the_program_s_own_objects_are_left_as_they_were(comm: Communicator) -> None:
+    model, outside = made(WithSettings), nn.Parameter(torch.ones((), dtype=torch.float64))
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, output: output * outside)
+    random.seed(comm.rank)
+    before = random.getstate()
+    with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
+        mpidl.parallelize(model, mesh, "auto")
+        assert Settings.dropout == 0.5
+        assert outside.grad is None
+        assert random.getstate() == before
+        assert placement(model.plain.up.weight).cut is not None
+
+
+class GivesCacheFirst(Attention):
+    """Its first output is the keys, of this rank's heads, and its last one a mask with -inf."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        q, k, v = self.split(self.q_proj(x)), self.split(self.k_proj(x)), self.split(self.v_proj(x))
+        y = self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return {"cache": k, "y": y, "mask": x.new_full((x.shape[1], x.shape[1]), -math.inf).triu(1)}
+
+
+def test_outputs_of_this_rank_s_heads_and_masks_are_no_difference(comm: Communicator) -> None:
+    model = nn.ModuleDict({"h": nn.ModuleList([GivesCacheFirst(), GivesCacheFirst()])}).double()
+    with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
+        mpidl.parallelize(model, mesh, "auto")
+        assert placement(model.get_parameter("h.1.q_proj.weight")).cut is not None
+
+
+class Uneven(torch.autograd.Function):
+    """Backward that fails for an odd number of features."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.odd = x.shape[-1] % 2
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if ctx.odd:
+            raise ValueError("an odd number of features")
+        return gradient
+
+
+class FailsInBackward(FeedForward):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 61), nn.Linear(61, WIDTH)
+        self.act = Uneven.apply
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.up(x)[..., :]))
+
+
+def test_a_backward_that_fails_on_some_ranks_keeps_none_waiting(comm: Communicator) -> None:
+    model = made(FailsInBackward)
+    with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
+        mpidl.parallelize(model, mesh, "auto")
+        model(some(2, 5, WIDTH))
 
 
 def test_pieces_of_sequences_are_tried_too(comm: Communicator) -> None:
@@ -308,8 +457,6 @@ class Draws(Attention):
         y = F.scaled_dot_product_attention(*rounded, dropout_p=self.dropout if self.training else 0.0)
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
-    dropout = 0.1
-
     def __init__(self) -> None:
         super().__init__()
         self.dropout = 0.1
@@ -333,7 +480,7 @@ def test_dropout_and_roundings_are_no_difference_and_nothing_is_touched(comm: Co
         model(some(2, 5, WIDTH).to(dtype)).float().sum().backward()
 
 
-class ReadsFile(Attention):
+class RefusesTrial(Attention):
     """It does not run with the trial's values."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -344,7 +491,7 @@ class ReadsFile(Attention):
 
 
 def test_a_block_that_does_not_run_by_itself_is_warned_of(comm: Communicator) -> None:
-    model = made(ReadsFile)
+    model = made(RefusesTrial)
     with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
         mpidl.parallelize(model, mesh, "auto")
         with warnings.catch_warnings(record=True) as seen:
@@ -378,17 +525,18 @@ def test_what_fails_on_some_ranks_alone_stays_whole_on_all(comm: Communicator, m
 
 def test_blocks_that_are_alike_are_tried_once(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
-    difference = Trials.difference
+    try_out = Trials.try_out
 
     def counted(self: Trials, kind: Any, *args: Any, **kwargs: Any) -> Any:
-        tried.append(kind.pattern)
-        return difference(self, kind, *args, **kwargs)
+        tried.extend(kind.patterns)
+        return try_out(self, kind, *args, **kwargs)
 
-    monkeypatch.setattr(Trials, "difference", counted)
+    monkeypatch.setattr(Trials, "try_out", counted)
     with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
         model = mpidl.parallelize(made(Attention, 4), mesh, "auto")
-        model(some(2, 5, WIDTH))
-        assert tried == ["plain", "blocks.*"]
+        for _ in range(2):
+            model(some(2, 5, WIDTH))
+        assert tried == 2 * ["plain", "blocks.*"]  # with a made up input, and in the first call
         whole = made(Attention, 4)
         mpidl.unparallelize(model)
         assert largest_difference(model, whole) == 0.0
