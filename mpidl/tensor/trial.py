@@ -93,7 +93,11 @@ class Kind:
 
 @dataclass
 class Outcome:
-    """Result of a trial. wrong: how a cut copy differs; not_tried: why none could run. Both empty: it is equal."""
+    """Result of a trial; both are empty if the copies are equal.
+
+    wrong: how a cut copy differs.
+    not_tried: why none could run.
+    """
 
     wrong: str = ""
     not_tried: str = ""
@@ -310,7 +314,7 @@ class _BeforeCall:
 
 
 def _signature(x: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What of arguments may choose another path of a program: which there are, flags, and how many dimensions.
+    """Returns what of arguments may choose another path of a program: which there are, flags, how many dimensions.
 
     x: the input, of which the gradient is always compared.
     """

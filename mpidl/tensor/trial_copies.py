@@ -97,7 +97,7 @@ class _Result:
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """What gets a gradient: of the copy alone, not what the program refers to besides."""
+        """The tensors that get a gradient: those of the copy, not what the program refers to besides."""
         return [*self.inputs, *(p for p in self.module.parameters() if p.requires_grad)]
 
 
