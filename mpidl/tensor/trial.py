@@ -384,7 +384,7 @@ def _unit(model: nn.Module, name: str) -> str:
 
 
 def _fingerprint(unit: str, block: nn.Module) -> list[Any]:
-    """What may tell one block from another: shapes, attributes, hooks.
+    """Lists what may tell one block from another: shapes, attributes, hooks.
 
     But for what numbers it, such as layer_idx, where its source only hands that to a cache.
     """
