@@ -69,6 +69,7 @@ class Kind:
     input: the name of the argument that comes in pieces.
     problem: why there is no copy.
     seen: what it was called with when it was tried (`_signature`), and how it differed: "" if it did not.
+    ran: whether any trial of it could run.
     """
 
     names: list[str]
@@ -77,6 +78,7 @@ class Kind:
     input: str
     problem: str = ""
     seen: dict[Any, str] = field(default_factory=dict)
+    ran: bool = False
 
     @property
     def regions(self) -> list[str]:
@@ -180,7 +182,9 @@ class Trials:
         if failed:  # in a way that is not the program's
             raise failed[0]
         everyone = all_gather_object(self._mesh["tp"], found[0])
-        return next((each for each in everyone if each.wrong or each.not_tried), found[0])
+        outcome = next((each for each in everyone if each.wrong or each.not_tried), found[0])
+        kind.ran = kind.ran or not outcome.not_tried
+        return outcome
 
     def _outcome(
         self,
@@ -307,7 +311,7 @@ class _BeforeCall:
             whole = x.new_empty(x.shape[0], length, *x.shape[2:])  # its values do not matter
             args, kwargs = argument.replaced(args, kwargs, whole)
         outcome = self._trials.try_out(kind, block, kind.plan, args, kwargs)
-        if outcome.not_tried and self._tp.rank == 0:
+        if not kind.ran and self._tp.rank == 0:
             what = f"{', '.join(kind.patterns)} could not be tried by itself ({outcome.not_tried})"
             warnings.warn(f"plan='auto': {what}; compare a step with one process", stacklevel=2)
         return outcome.wrong
