@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,6 +31,9 @@ from .saving import refuse_to_save_parts, without_marks
 from .source import methods_of
 from .styles import SequenceBegins, SequenceEnds, Style
 from .tensor_parallel import ATTRIBUTE, TensorParallel
+
+if TYPE_CHECKING:  # at run time with plan="auto" alone
+    from .trial import Trials
 
 
 def parallelize(
@@ -60,7 +63,7 @@ def parallelize(
     leave_whole: of plan="auto": modules that it does not cut, nor anything in them, by names as in a plan.
 
     What "auto" cuts is tried: a copy of each kind of block is run cut and whole, here with its input alone, where what
-    differs stays whole, and in its first call with more, where a difference is a ConfigurationError.
+    differs stays whole, and when a block is first called with such arguments, where that is a ConfigurationError.
 
     Before training, give torch's default generator one seed on all ranks of tp, and different ones over dp.
 
@@ -109,8 +112,7 @@ def parallelize(
         keep_placements(model, tp)
         if trials is not None:
             trials.try_first_calls(tp)
-    tp.keep(model.register_forward_pre_hook(lambda *_: tp.end_pass()))
-    tp.keep(model.register_forward_hook(lambda *_: tp.end_pass(), always_call=True))
+    tp.end_passes_of(model)
     if by_index:
         drop_by_index(model, tp)
     setattr(model, ATTRIBUTE, tp)
@@ -138,9 +140,9 @@ def _planned(
     return report, found
 
 
-def _trials(model: nn.Module, found: Found, mesh: Mesh, *, sequence_parallel: bool) -> Any:
-    """The Trials of an automatic plan."""
-    from .trial import Trials  # which other plans do without
+def _trials(model: nn.Module, found: Found, mesh: Mesh, *, sequence_parallel: bool) -> Trials:
+    """Makes the Trials of an automatic plan."""
+    from .trial import Trials
 
     def apply(root: nn.Module, plan: Plan, tp: TensorParallel) -> None:
         apply_styles(root, _fitting(plan, root, in_pieces=tp.sequence_parallel), tp)

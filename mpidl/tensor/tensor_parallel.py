@@ -246,6 +246,11 @@ class TensorParallel:
         self.end_region()
         self.end_pieces()
 
+    def end_passes_of(self, model: nn.Module) -> None:
+        """Ends a pass as each forward pass of the model begins and ends, until the cuts are undone."""
+        self.keep(model.register_forward_pre_hook(lambda *_: self.end_pass()))
+        self.keep(model.register_forward_hook(lambda *_: self.end_pass(), always_call=True))
+
     def cut_of(self, x: torch.Tensor, dim: int | None = None) -> Cut:
         """Returns the elements of a whole tensor that `x` has. dim: that of heads, if it is known."""
         if self.part is not None:

@@ -120,15 +120,16 @@ class Trials:
         """Tries each kind with its input alone. Returns the names of regions that differ, and how. Collective."""
         found: dict[str, str] = {}
         for kind in self._kinds:
-            block = self._first_block(kind)
+            block = self._block(kind.names[0])
             made_up = _made_up_input(block, kind)
             if made_up is None:
                 continue
             wrong = self.try_out(kind, block, kind.plan, (made_up,), {}).wrong
             if not wrong:
                 continue
+            regions = kind.regions if len(kind.regions) > 1 else []  # of several, which
             by_itself = {
-                name: self.try_out(kind, block, {name: kind.plan[name]}, (made_up,), {}).wrong for name in kind.regions
+                name: self.try_out(kind, block, {name: kind.plan[name]}, (made_up,), {}).wrong for name in regions
             }
             differing = {name: how for name, how in by_itself.items() if how}
             for region in differing or kind.regions:
@@ -136,20 +137,17 @@ class Trials:
                     found[joined(name, region)] = f"cut, {differing.get(region, wrong)}"
         return found
 
-    def _first_block(self, kind: Kind) -> nn.Module:
+    def _block(self, name: str) -> nn.Module:
         model = self._model()
         assert model is not None
-        return model.get_submodule(kind.names[0])
+        return model.get_submodule(name)
 
     def try_first_calls(self, tp: TensorParallel) -> None:
         """Has each kind tried when one of its blocks is first called with such arguments. tp: of the model."""
-        model = self._model()
-        assert model is not None
         for kind in self._kinds:
             for name in kind.names:
                 hook = _BeforeCall(self, kind, name, tp)
-                block = model.get_submodule(name)
-                tp.keep(block.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+                tp.keep(self._block(name).register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
 
     def try_out(
         self, kind: Kind, block: nn.Module, plan: Relative, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -269,8 +267,7 @@ class Trials:
             if tp.sequence_parallel:
                 named.setdefault("block", []).extend([SequenceBegins(kind.input), SequenceEnds()])
             self._apply(root, named, tp)
-            root.register_forward_pre_hook(lambda *_: tp.end_pass())
-            root.register_forward_hook(lambda *_: tp.end_pass(), always_call=True)
+            tp.end_passes_of(root)
             return root
 
         return cut
@@ -413,16 +410,8 @@ def _told(value: Any) -> Any:
         return value
     if isinstance(value, list | tuple | set):
         return type(value), [_told(each) for each in value]
-    if isinstance(value, Mapping):
-        return (
-            type(value),
-            [(_told(key), _told(each)) for key, each in value.items() if not isinstance(key, int)],
-            [
-                _told(each)
-                for key, each in value.items()
-                if isinstance(key, int)  # the numbers of hooks
-            ],
-        )
+    if isinstance(value, Mapping):  # of hooks the keys are their numbers
+        return type(value), [(None if isinstance(key, int) else _told(key), _told(each)) for key, each in value.items()]
     return tuple(value.shape) if torch.is_tensor(value) else id(value)
 
 
@@ -458,6 +447,6 @@ def _made_up_input(block: nn.Module, kind: Kind) -> torch.Tensor | None:
         if kind_of(layer) is not None:
             weight = next(layer.parameters())
             width = sizes_of(region, layer)[0]
-            device = torch.device("cpu") if weight.is_meta else weight.device
+            device = _CPU if weight.is_meta else weight.device
             return torch.empty(_BATCH, _TOKENS, width, device=device)
     return None

@@ -149,10 +149,8 @@ class Copies:
 
     def _states(self) -> list[torch.Tensor]:
         """States of torch's random numbers."""
-        return [
-            torch.get_rng_state(),
-            *([torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []),
-        ]
+        of_gpu = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
+        return [torch.get_rng_state(), *of_gpu]
 
     def run_alone(self, cut: Callable[[nn.Module], nn.Module]) -> None:
         """Runs a cut copy, forward and backward. Raises whatever that does."""
