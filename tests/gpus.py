@@ -107,9 +107,10 @@ def follow(run: Run, command: Sequence[str], cwd: Path = ROOT) -> Run:
 
 def check_ranks(mpirun: str) -> str:
     """Why processes of this mpirun are not the ranks of one job; empty if they are."""
-    command = [mpirun, "-n", "2", sys.executable, "-c", "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"]
+    program = "from mpi4py import MPI; MPI.COMM_WORLD.rank or print(MPI.COMM_WORLD.size)"  # One writer: no lines mix.
+    command = [mpirun, "-n", "2", sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    if done.stdout.split() == ["2", "2"]:
+    if done.stdout.split() == ["2"]:
         return ""
     said = " ".join((done.stdout + done.stderr).split())[-300:]
     return f"{mpirun} -n 2 starts no job of 2 ranks of mpi4py, which may have loaded another MPI library: {said}"
