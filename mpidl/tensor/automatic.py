@@ -39,15 +39,15 @@ class AutomaticPlan:
 
 
 def automatic_plan(
-    model: nn.Module, ranks: int, *, sequence_parallel: bool, leave: Mapping[str, str] = MappingProxyType({})
+    model: nn.Module, ranks: int, *, sequence_parallel: bool, leave_whole: Mapping[str, str] = MappingProxyType({})
 ) -> AutomaticPlan:
     """Makes the plan. Raises ConfigurationError if there is nothing to cut, or if sequences cannot be in pieces.
 
-    leave: modules that stay whole, by name, and why; not what is in them.
+    leave_whole: modules that stay whole, by name, and why; not what is in them.
     """
-    found = _Modules(model, ranks, leave)
+    found = _Modules(model, ranks, leave_whole)
     if not any(isinstance(style, AttentionParallel | FeedForwardParallel) for style in found.styles()):
-        why = next((f" ({name or 'the model'}: {reason})" for name, reason in leave.items()), "")
+        why = next((f" ({name or 'the model'}: {reason})" for name, reason in leave_whole.items()), "")
         raise ConfigurationError(
             f"plan: 'auto' found no attention and no feed-forward network in {type(model).__name__}{why}; needs a dict "
             "of names and styles"
@@ -64,8 +64,8 @@ def automatic_plan(
 class _Modules:
     """The decision for each module: `plan` has the styles of those to cut, `what` what is done, and how or why."""
 
-    def __init__(self, model: nn.Module, ranks: int, leave: Mapping[str, str] = MappingProxyType({})) -> None:
-        self._left = leave
+    def __init__(self, model: nn.Module, ranks: int, leave_whole: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._whole = leave_whole
         self.plan: dict[str, list[Style]] = {}
         self.what: dict[str, tuple[str, str]] = {}  # by name: what is done, and how
         self._model, self._ranks = model, ranks
@@ -87,17 +87,17 @@ class _Modules:
         if any(name == known for known in self.what):
             return
         dot = f"{name}." if name else ""
-        if name in self._left:
-            self._leave(name, module, self._left[name])
+        if name in self._whole:
+            self._leave_whole(name, module, self._whole[name])
             for child, inner in module.named_children():
                 self._visit(dot + child, inner, expert=name.rpartition(".")[2] == "experts")
             return
         if expert:
-            return self._leave(name, module, "an expert, which sees other tokens at each step")
+            return self._leave_whole(name, module, "an expert, which sees other tokens at each step")
         if self._takes_tokens(module):
             return self._add(name, VocabParallel(), "vocabulary", f"{self._tokens} rows")
         if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-            return self._leave(name, module, "torch computes it at once; needs linear layers of its own")
+            return self._leave_whole(name, module, "torch computes it at once; needs linear layers of its own")
         heads = attention(module, self._ranks)
         if isinstance(heads, AttentionParallel) and _is_hidden(module, heads):
             heads = _HIDDEN
@@ -107,7 +107,7 @@ class _Modules:
             taken |= {*heads.inside, *([heads.bias_of_heads] if heads.bias_of_heads else [])}
             self._add(name, heads, "attention", _in_words(heads))
         elif isinstance(heads, str):
-            return self._leave(name, module, heads)
+            return self._leave_whole(name, module, heads)
         features = feed_forward(module, taken)
         if isinstance(features, FeedForwardParallel) and _is_hidden(module, features):
             features = _HIDDEN
@@ -142,7 +142,7 @@ class _Modules:
         before = self.what.get(name)
         self.what[name] = (what, how) if before is None else (f"{before[0]}, {what}", f"{before[1]}; {how}")
 
-    def _leave(self, name: str, module: nn.Module, reason: str) -> None:
+    def _leave_whole(self, name: str, module: nn.Module, reason: str) -> None:
         if any(True for _ in module.parameters()):
             self.what[name] = ("whole", reason)
 

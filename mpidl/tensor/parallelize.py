@@ -85,19 +85,19 @@ def parallelize(
     if getattr(model, ATTRIBUTE, None) is not None or any(placement(p).cut is not None for p in model.parameters()):
         raise UsageError("parallelize: the model is cut already; needs a whole one")
     cuts, by_index = mesh.size("tp") > 1, dropout == "by_index"
-    left = check_everywhere(mesh["tp"], lambda: _left(leave_whole, model))
-    report, found = _planned(model, plan, mesh, left, sequence_parallel=sequence_parallel)
+    whole = check_everywhere(mesh["tp"], lambda: _left_whole(leave_whole, model))
+    report, found = _planned(model, plan, mesh, whole, sequence_parallel=sequence_parallel)
     trials = None
     while plan == "auto" and cuts:
-        trials = _trials(model, found, mesh, sequence_parallel=sequence_parallel)
+        trials = _trials(model, found, mesh, trials, sequence_parallel=sequence_parallel)
         wrong = trials.wrong_alone()
         if not wrong:
             break
         if sequence_parallel:
             name, how = next(iter(wrong.items()))
             raise ConfigurationError(f"sequence_parallel: plan='auto': {name}: {how}; needs a plan by hand")
-        left |= wrong
-        report, found = _planned(model, plan, mesh, left, sequence_parallel=False)
+        whole |= wrong
+        report, found = _planned(model, plan, mesh, whole, sequence_parallel=False)
     if not cuts and not by_index:
         return model
     overlaps = cuts and sequence_parallel and (gains_by_overlap(mesh) if overlap == "auto" else bool(overlap))
@@ -119,20 +119,20 @@ def parallelize(
     return model
 
 
-def _left(leave_whole: Sequence[str], model: nn.Module) -> dict[str, str]:
-    """Lists the modules that the program leaves whole, and all in them, by name."""
+def _left_whole(leave_whole: Sequence[str], model: nn.Module) -> dict[str, str]:
+    """Returns by name why modules stay whole: those of `leave_whole`, and all in them."""
     named = matches({pattern: [] for pattern in leave_whole}, model) if leave_whole else []
     return {inner: "as leave_whole says" for name, module, _ in named for inner, _ in module.named_modules(prefix=name)}
 
 
 def _planned(
-    model: nn.Module, plan: Plan | str | None, mesh: Mesh, left: Mapping[str, str], *, sequence_parallel: bool
+    model: nn.Module, plan: Plan | str | None, mesh: Mesh, leave_whole: Mapping[str, str], *, sequence_parallel: bool
 ) -> tuple[list[str], Found]:
     """Makes the plan, the same on every rank of tp. Returns the lines of its report, and what it names. Collective."""
     ranks = mesh.size("tp")
 
     def planned() -> tuple[list[str], Found]:
-        chosen, report = chosen_plan(model, plan, ranks, sequence_parallel=sequence_parallel, leave=left)
+        chosen, report = chosen_plan(model, plan, ranks, sequence_parallel=sequence_parallel, leave_whole=leave_whole)
         return report, _fitting(chosen, model, in_pieces=sequence_parallel and ranks > 1)
 
     report, found = check_everywhere(mesh["tp"], planned)
@@ -140,14 +140,14 @@ def _planned(
     return report, found
 
 
-def _trials(model: nn.Module, found: Found, mesh: Mesh, *, sequence_parallel: bool) -> Trials:
-    """Makes the Trials of an automatic plan."""
+def _trials(model: nn.Module, found: Found, mesh: Mesh, before: Trials | None, *, sequence_parallel: bool) -> Trials:
+    """Makes the Trials of an automatic plan. before: those of the plan before it."""
     from .trial import Trials
 
     def apply(root: nn.Module, plan: Plan, tp: TensorParallel) -> None:
         apply_styles(root, _fitting(plan, root, in_pieces=tp.sequence_parallel), tp)
 
-    return Trials(model, found, mesh, apply, sequence_parallel=sequence_parallel)
+    return Trials(model, found, mesh, apply, before, sequence_parallel=sequence_parallel)
 
 
 def _in_words(style: Style) -> str:
@@ -171,11 +171,11 @@ def chosen_plan(
     ranks: int,
     *,
     sequence_parallel: bool,
-    leave: Mapping[str, str] = MappingProxyType({}),
+    leave_whole: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Plan, list[str]]:
     """Returns the plan that an argument of `parallelize` stands for, and the lines of a report to print.
 
-    leave: see `automatic_plan`.
+    leave_whole: see `automatic_plan`.
     """
     if plan is None:
         ready = plan_for(model)
@@ -186,7 +186,8 @@ def chosen_plan(
             )
         return ready, []
     if plan == "auto":
-        made = automatic_plan(model, ranks, sequence_parallel=sequence_parallel and ranks > 1, leave=leave)
+        in_pieces = sequence_parallel and ranks > 1
+        made = automatic_plan(model, ranks, sequence_parallel=in_pieces, leave_whole=leave_whole)
         return made.plan, made.lines
     if isinstance(plan, str) or not (isinstance(plan, Mapping) and all(isinstance(name, str) for name in plan)):
         got = repr(plan) if isinstance(plan, str) else type(plan).__name__

@@ -68,6 +68,7 @@ class Kind:
     template: a copy of the first one, without values.
     input: the name of the argument that comes in pieces.
     problem: why there is no copy.
+    told: what tells it from other kinds.
     seen: what it was called with when it was tried (`_signature`), and how it differed: "" if it did not.
     ran: whether any trial of it could run.
     """
@@ -77,6 +78,7 @@ class Kind:
     template: nn.Module | None
     input: str
     problem: str = ""
+    told: str = ""
     seen: dict[Any, str] = field(default_factory=dict)
     ran: bool = False
 
@@ -109,23 +111,39 @@ class Trials:
     """The kinds of blocks that a plan cuts, to be tried over the ranks of tp. Made before the model is cut.
 
     apply: carries out the plan of a block on a module that has it as `block`.
+    before: those of the plan before this one; what was right in it is not tried again.
     """
 
-    def __init__(self, model: nn.Module, found: Found, mesh: Mesh, apply: Apply, *, sequence_parallel: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        found: Found,
+        mesh: Mesh,
+        apply: Apply,
+        before: Trials | None = None,
+        *,
+        sequence_parallel: bool,
+    ) -> None:
         self._model = weakref.ref(model)
         self._mesh, self._apply, self._sequence_parallel = mesh, apply, sequence_parallel
         self._kinds = list(_kinds(model, found))
+        # Kinds that are not wrong alone, by what tells them, and whether they ran.
+        self._right: dict[str, bool] = {} if before is None else before._right
 
     def wrong_alone(self) -> dict[str, str]:
         """Tries each kind with its input alone. Returns the names of regions that differ, and how. Collective."""
         found: dict[str, str] = {}
         for kind in self._kinds:
+            if kind.told in self._right:
+                kind.ran = self._right[kind.told]
+                continue
             block = self._block(kind.names[0])
             made_up = _made_up_input(block, kind)
             if made_up is None:
                 continue
             wrong = self.try_out(kind, block, kind.plan, (made_up,), {}).wrong
             if not wrong:
+                self._right[kind.told] = kind.ran
                 continue
             regions = kind.regions if len(kind.regions) > 1 else []  # of several, which
             by_itself = {
@@ -365,13 +383,13 @@ def _kinds(model: nn.Module, found: Found) -> Iterator[Kind]:
             for name, some in styles.items()
             if some and (name == unit or not unit or name.startswith(f"{unit}."))
         }
-        key = repr((type(block), sorted((name, repr(some)) for name, some in plan.items()), _fingerprint(unit, block)))
-        if key in kinds:
-            kinds[key].names.append(unit)
+        told = repr((type(block), sorted((name, repr(some)) for name, some in plan.items()), _fingerprint(unit, block)))
+        if told in kinds:
+            kinds[told].names.append(unit)
         else:
             region = next(s for some in plan.values() for s in some if _is_region(s))
             template, problem = _without_values(block, model)
-            kinds[key] = Kind([unit], plan, template, getattr(region, "input", "hidden_states"), problem)
+            kinds[told] = Kind([unit], plan, template, getattr(region, "input", "hidden_states"), problem, told)
     yield from kinds.values()
 
 
