@@ -13,8 +13,8 @@ Names with commas stand between semicolons: --methods "fp32;powersgd:4,fp16". "d
 momentum=0, as AdamW has one.
 
 The model has 4 layers of width 128, the text's characters as tokens, and windows of 64 of them; a step takes 12
-windows of all ranks together. AdamW, a warm-up of 100 steps and a cosine, as small GPT-2s on this text are trained on
-a CPU elsewhere. A seed sets the weights and the windows, which are the same for all methods and any number of ranks.
+windows of all ranks together, or --windows. AdamW, a warm-up of 100 steps and a cosine, as small GPT-2s on this text
+are trained on a CPU elsewhere. A seed sets the weights and the windows, which are the same for all methods and any number of ranks.
 Bytes are those that a rank sends, by the method's formula, with its first steps in full precision. All methods have run
 with a seed before the next one begins. A job that is ended goes on by the same command: what the file of --json has is
 not run again.
@@ -42,7 +42,7 @@ from mpidl.optim import DiLoCo, OneBitAdam, one_bit_hook
 from mpidl.optim.schedules import warmup_cosine
 from network_methods import names_of
 
-WINDOW, WINDOWS, WARM_UP = 64, 12, 100
+WINDOW, WARM_UP = 64, 100
 WITHOUT, DILOCO = " without feedback", re.compile(r"diloco:([1-9]\d*)")
 ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
 
@@ -54,6 +54,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--methods", type=names_of, default="fp32,int8", help="separated by commas, or by semicolons")
     parser.add_argument("--seeds", type=int, default=1, help="how many runs a method has")
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--windows", type=int, default=12, help="of a step, of all ranks together (12)")
     parser.add_argument("--every", type=int, default=250, help="steps from one validation to the next")
     parser.add_argument("--validation", type=int, default=200, help="windows of a validation")
     parser.add_argument("--json", type=Path, help="keep every point of the curves, and go on from those that it has")
@@ -143,7 +144,7 @@ def train(method: str, seed: int, text: tuple[torch.Tensor, torch.Tensor, int], 
                 print(f"{method:24s} seed {seed}  step {step:5d}  validation loss {loss:.4f}", flush=True)
         if step == options.steps:
             break
-        own = windows(learned, WINDOWS, random).chunk(comm.size)[comm.rank]
+        own = windows(learned, options.windows, random).chunk(comm.size)[comm.rank]
         begin = time.perf_counter()
         learner.call(own[:, :-1], own[:, 1:]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -212,11 +213,14 @@ def kept(options: argparse.Namespace, ranks: int) -> list[dict[str, Any]]:
 
 def settings_of(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
     """The settings that all runs of a table share."""
-    return {"data": options.data, "steps": options.steps, "every": options.every, "ranks": ranks}
+    names = ("data", "steps", "windows", "every")
+    return {"ranks": ranks, **{name: getattr(options, name) for name in names}}
 
 
 def checked(options: argparse.Namespace, comm: Communicator) -> tuple[str, list[dict[str, Any]]]:
-    """Reads the text and the points there are, and checks the methods. Raises UsageError."""
+    """Reads the text and the points there are, and checks methods and windows. Raises UsageError."""
+    if options.windows < 1 or options.windows % comm.size:
+        raise mpidl.UsageError(f"--windows: got {options.windows}; needs a multiple of the {comm.size} ranks")
     for method in options.methods:
         name = method.removesuffix(WITHOUT)
         if method != "fp32" and name != "onebit" and DILOCO.fullmatch(method) is None:

@@ -13,6 +13,8 @@
 Engines:
     threads        one process with as many threads as there are ranks, and no communication
     tp, tp-sp      this project's tensor parallelism; with sequence parallelism
+    parts          each rank computes tp's part of every layer in plain torch and sums nothing: what tp would take if
+                   communication were free; its loss is that of a smaller model
     ddp, zero3     this project's data parallelism, each rank with its part of the batch
     torch-tp       PyTorch's tensor parallelism (DTensor) over gloo
     megatron       the column- and row-parallel layers of Megatron-Core over gloo, where it is installed
@@ -42,7 +44,7 @@ from typing import Any
 
 import parallelism_report as report
 from parallel_inference import PROMPT, generate, sum_activations
-from parallel_training import DATA, ENGINES, HEAD_WIDTH, MEGATRON, Shape, has_megatron, train
+from parallel_training import DATA, ENGINES, HEAD_WIDTH, MEGATRON, PARTS, Shape, has_megatron, train
 from turns import Job, JobFailed
 
 JOBS: dict[str, Callable[[argparse.Namespace], None]] = {
@@ -177,7 +179,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--engines", type=_names(ENGINES), default=",".join(there), help="of shapes, by commas (all that are installed)"
     )
     add("--shapes", type=_each(Shape.of), default="1x32x512x8,4x128x512x8", help="of shapes, by commas")
-    peers = [name for name in ("threads", "tp", "torch-tp", MEGATRON) if name in there]
+    peers = [name for name in ("threads", "tp", PARTS, "torch-tp", MEGATRON) if name in there]
     add("--table-engines", type=_names(ENGINES), default=",".join(peers), help=f"of table ({','.join(peers)})")
     targets = ",".join(map(str, report.TARGETS))
     add("--table-shapes", type=_each(Shape.of), default=targets, help="of table and all-reduce (those with targets)")

@@ -10,12 +10,14 @@ VOCABULARY = 256  # bytes
 
 
 class Attention(nn.Module):
-    """Causal self-attention with a layer each for queries, keys, values and the output."""
+    """Causal self-attention with a layer each for queries, keys, values and the output. parts: see `LinearGPT`."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, parts: int = 1) -> None:
         super().__init__()
-        self.heads, self.head_width = heads, width // heads
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.heads, self.head_width = heads // parts, width // heads
+        inside = self.heads * self.head_width
+        self.q, self.k, self.v = (nn.Linear(width, inside) for _ in range(3))
+        self.o = nn.Linear(inside, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, time, width] -> the same."""
@@ -26,11 +28,11 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two layers with a GELU between."""
+    """Two layers with a GELU between. parts: see `LinearGPT`."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, parts: int = 1) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up, self.down = nn.Linear(width, 4 * width // parts), nn.Linear(4 * width // parts, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, time, width] -> the same."""
@@ -39,12 +41,12 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer."""
+    """One layer. parts: see `LinearGPT`."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, parts: int = 1) -> None:
         super().__init__()
-        self.norm_1, self.attention = nn.LayerNorm(width), Attention(width, heads)
-        self.norm_2, self.feed_forward = nn.LayerNorm(width), FeedForward(width)
+        self.norm_1, self.attention = nn.LayerNorm(width), Attention(width, heads, parts)
+        self.norm_2, self.feed_forward = nn.LayerNorm(width), FeedForward(width, parts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, time, width] -> the same."""
@@ -54,12 +56,16 @@ class Block(nn.Module):
 
 
 class LinearGPT(nn.Module):
-    """A language model of bytes. positions: the longest sequence."""
+    """A language model of bytes.
 
-    def __init__(self, width: int, layers: int, heads: int, positions: int) -> None:
+    positions: the longest sequence.
+    parts: of these the model has one, of the heads of each attention and the features of each feed-forward network.
+    """
+
+    def __init__(self, width: int, layers: int, heads: int, positions: int, parts: int = 1) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(positions, width)
-        self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
+        self.blocks = nn.ModuleList([Block(width, heads, parts) for _ in range(layers)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,8 @@ import numpy as np
 
 from turns import Caller
 
-MEGATRON = "megatron"
-ENGINES = ("threads", "tp", "tp-sp", "ddp", "zero3", "torch-tp", MEGATRON)
+MEGATRON, PARTS = "megatron", "parts"
+ENGINES = ("threads", "tp", "tp-sp", PARTS, "ddp", "zero3", "torch-tp", MEGATRON)
 DATA = ("ddp", "zero3")  # engines of which each rank has a part of the batch
 HEAD_WIDTH = 64
 
@@ -63,7 +63,8 @@ def train(options: argparse.Namespace) -> None:
     comm = mpidl.init()
     torch.set_num_threads(options.ranks if name == "threads" else 1)
     torch.manual_seed(0)
-    model = LinearGPT(shape.width, shape.layers, shape.width // HEAD_WIDTH, shape.time)
+    parts = comm.size if name == PARTS else 1
+    model = LinearGPT(shape.width, shape.layers, shape.width // HEAD_WIDTH, shape.time, parts)
     run, optimizer = _engine(name, model, comm)
     peak, losses = 0.0, []
     with Caller(options.called, comm.size) as caller:

@@ -43,16 +43,16 @@ def shape_rows(shape: Shape, found: Found, launches: int) -> list[dict[str, Any]
 
 def table(found: dict[Shape, Found]) -> list[str]:
     """The table of all shapes: ms a step, and tp's share of the others' time, with the targets."""
-    has_megatron = any("megatron" in engines for engines in found.values())
-    peers = ("threads", "torch-tp", "megatron") if has_megatron else ("threads", "torch-tp")
+    more = [name for name in ("megatron", "parts") if any(name in engines for engines in found.values())]
+    peers = ("threads", "torch-tp", *more)
     heads = ["batch x time x width x layers", *(f"{name}, ms" for name in (*peers, "tp"))]
-    heads += [f"of {name}" if name == "megatron" else f"of {name} (target)" for name in peers]
+    heads += [f"of {name}" if name in more else f"of {name} (target)" for name in peers]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for shape, engines in found.items():
         times = {name: np.array(one["seconds"]) for name, one in engines.items()}
         cells = [f"{np.median(times[name]) * 1e3:.0f}" if name in times else "-" for name in (*peers, "tp")]
-        targets = (*TARGETS.get(shape, (None, None)), None)
-        for other, target in zip(peers, targets, strict=False):
+        targets = (*TARGETS.get(shape, (None, None)), *(None for _ in more))
+        for other, target in zip(peers, targets, strict=True):
             both = "tp" in times and other in times
             ratio = f"{np.median(times['tp'] / times[other]):.2f}" if both else "-"
             cells.append(ratio if target is None else f"{ratio} ({target:.2f})")

@@ -32,16 +32,22 @@ Tables = Mapping[str, Table]  # by operation
 ALWAYS = float("inf")
 LIBRARY = "mpi"  # where no table says otherwise
 
+
+def _up_to(limit: int) -> Table:
+    """The library's own up to so many bytes, and above that shared memory."""
+    return ((limit, LIBRARY), (ALWAYS, "symmetric"))
+
+
 # One node. The library's own is some microseconds of Python faster, and copies as often as `symmetric` in movements.
 # Arrays in symmetric memory gain from less than other arrays do; a limit lies between what is best for both.
 _NODE: Tables = {
-    "all_reduce": ((128 << 10, "mpi"), (ALWAYS, "symmetric")),
-    "reduce_scatter": ((32 << 10, "mpi"), (ALWAYS, "symmetric")),
-    "all_gather": ((8 << 20, "mpi"), (ALWAYS, "symmetric")),
-    "all_to_all": ((512 << 10, "mpi"), (ALWAYS, "symmetric")),
-    "broadcast": ((4 << 20, "mpi"), (ALWAYS, "symmetric")),
-    "reduce": ((64 << 10, "mpi"), (ALWAYS, "symmetric")),
-    "scatter": ((8 << 20, "mpi"), (ALWAYS, "symmetric")),
+    "all_reduce": _up_to(128 << 10),
+    "reduce_scatter": _up_to(32 << 10),
+    "all_gather": _up_to(8 << 20),
+    "all_to_all": _up_to(512 << 10),
+    "broadcast": _up_to(4 << 20),
+    "reduce": _up_to(64 << 10),
+    "scatter": _up_to(8 << 20),
 }
 # Several nodes on a network that is slower than memory.
 _NODES: Tables = {
@@ -57,27 +63,45 @@ _MESSAGES: Tables = {
     "broadcast": ((8 << 20, "mpi"), (ALWAYS, "double_tree")),
     "reduce": ((1 << 20, "mpi"), (ALWAYS, "double_tree")),
 }
-# One node of several ranks, by the library and whether they are more than its cores. Ranks with small arrays meet once
-# in shared memory, and one that waits lets others run; only a quick library, with a core for each rank, is as fast.
+# One node with more ranks than cores: they meet once in shared memory, where one that waits lets others run.
 _GATHERED: Table = ((512 << 10, "symmetric"), (8 << 20, "mpi"), (ALWAYS, "symmetric"))
 _REDUCED: Table = ((ALWAYS, "symmetric"),)
-_BROADCAST: Table = ((1 << 20, "symmetric"), (4 << 20, "mpi"), (ALWAYS, "symmetric"))
 _ON_CROWDED_NODE: Tables = {**_NODE, "all_reduce": _REDUCED, "reduce_scatter": _REDUCED, "all_gather": _GATHERED}
+# By the library, and whether the ranks are more than the cores. With a core for each rank: where the mean of the ratios
+# of both kinds of arrays, with warm and with cold caches, goes through 1.
 DEFAULTS: Mapping[tuple[str, bool], Tables] = {
     ("MPICH 5", False): {
-        **_ON_CROWDED_NODE,
-        "all_gather": ((8 << 10, "mpi"), *_GATHERED),
-        "broadcast": ((8 << 10, "mpi"), *_BROADCAST),
+        "all_reduce": _REDUCED,
+        "reduce_scatter": _up_to(8 << 10),
+        "all_gather": _up_to(128 << 10),
+        "all_to_all": ((8 << 10, "mpi"), (128 << 10, "symmetric"), (512 << 10, "mpi"), (ALWAYS, "symmetric")),
+        "broadcast": _up_to(2 << 20),
+        "reduce": _up_to(8 << 10),
+        "scatter": _up_to(2 << 20),
     },
     ("MPICH 5", True): {
         **_ON_CROWDED_NODE,
-        "broadcast": _BROADCAST,
+        "broadcast": ((1 << 20, "symmetric"), (4 << 20, "mpi"), (ALWAYS, "symmetric")),
         "all_to_all": ((256 << 10, "symmetric"), (512 << 10, "mpi"), (ALWAYS, "symmetric")),
     },
+    ("Open MPI 5", False): {
+        "all_reduce": _up_to(8 << 10),
+        "reduce_scatter": _up_to(8 << 10),
+        "all_gather": _up_to(2 << 20),
+        "all_to_all": _up_to(512 << 10),
+        "broadcast": _up_to(2 << 20),
+        "reduce": _up_to(64 << 10),
+        "scatter": _up_to(2 << 20),
+    },
+    ("Open MPI 5", True): _ON_CROWDED_NODE,
     ("Intel MPI 2021", False): {
-        **_NODE,
-        "all_reduce": ((8 << 10, "mpi"), (ALWAYS, "symmetric")),
-        "reduce_scatter": ((8 << 10, "mpi"), (ALWAYS, "symmetric")),
+        "all_reduce": _up_to(16 << 10),
+        "reduce_scatter": _up_to(32 << 10),
+        "all_gather": _up_to(1 << 20),
+        "all_to_all": _up_to(512 << 10),
+        "broadcast": _up_to(2 << 20),
+        "reduce": _up_to(64 << 10),
+        "scatter": _up_to(2 << 20),
     },
     ("Intel MPI 2021", True): _ON_CROWDED_NODE,
 }

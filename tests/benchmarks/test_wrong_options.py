@@ -18,7 +18,10 @@ WRONG = {
         "--called=x": "--called",
         **({} if torch.cuda.is_available() else {"--device=cuda": "error: --device cuda: torch sees no CUDA GPU"}),
     },
-    "bench_learning": {"--methods=fp32,int9": "--methods: compress: got 'int9'; needs one of"},
+    "bench_learning": {
+        "--methods=fp32,int9": "--methods: compress: got 'int9'; needs one of",
+        "--windows=13": "--windows: got 13; needs a multiple of the 2 ranks",
+    },
     "bench_post_local": {"--methods=large,local:0": "--methods: got 'local:0'; needs any of small, large, local:STEPS"},
     "bench_slow_network": {"--methods=ddp,zero4+int8": "--methods: got 'zero4+int8'; needs any of single,ddp,"},
     "bench_barrier": {"--rounds=0": "--rounds"},
