@@ -193,13 +193,9 @@ def parallelise(
     """
     mpidl.parallelize(model, mesh, sequence_parallel=options.sequence_parallel)  # >>> tp: each rank keeps some heads
     weights = Safetensors(options.init_from, our_name) if options.init_from and options.zero == 3 else None
-    if options.tp > 1 and options.zero == 3:  # >>> and reads or computes the values of its parts alone
-        if weights:
-            mpidl.tensor.load_safetensors(model, weights.path, rename=weights.rename)
-        else:
-            mpidl.tensor.materialize(model)
+    if options.tp > 1 and options.zero == 3 and not weights:
+        mpidl.tensor.materialize(model)  # >>> and computes the values of its parts alone
         model.to(device)
-        weights = None
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": options.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},

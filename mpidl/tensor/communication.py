@@ -25,7 +25,7 @@ import torch
 from collectives import Communicator, PartitionedAllReduce, Work, even_counts
 
 from .input_check import refuse_different
-from .sum_memory import SumMemory
+from .sum_memory import Summand, SumMemory
 
 _KEPT = 64  # prepared reductions, one for each number of elements
 _CHUNKS = 4  # of an all-gather during a product: three quarters of it may be hidden, and its products stay large
@@ -76,7 +76,9 @@ class TensorGroup:
         self.check = comm.is_debugging
         self._slots: dict[torch.device, torch.Tensor] = {}
         self._slots_at: set[int] = set()  # addresses
-        self._sums = SumMemory(self._allocate_sums)
+        self._sums = SumMemory(self._allocate_sums, self._prepare)
+        self._partials: dict[tuple[Any, ...], Summand] = {}  # by shape, dtype and device
+        self._begun: Summand | None = None  # what `partial` or `summand` has given last
         self._shared: dict[torch.device, list[torch.Tensor]] = {}
         self._split: dict[tuple[int, torch.dtype, torch.device], tuple[torch.Tensor, PartitionedAllReduce]] = {}
 
@@ -104,14 +106,35 @@ class TensorGroup:
 
         The next call of any rank's may give the same memory again; in between comes a reduction.
         """
-        nbytes = math.prod(shape) * like.element_size()
-        return self._slot(nbytes, like.device)[:nbytes].view(like.dtype).view(*shape)
+        key = (*shape, like.dtype, like.device)
+        found = self._partials.get(key)
+        if found is None:
+            with torch.inference_mode(False):  # others may write into it later
+                nbytes = math.prod(shape) * like.element_size()
+                memory = self._slot(nbytes, like.device)[:nbytes].view(like.dtype).view(*shape)
+            if len(self._partials) == _KEPT:
+                self._partials.pop(next(iter(self._partials)))
+            found = self._partials[key] = Summand(memory, self._prepare(memory))
+        self._begun = found
+        return found.tensor
+
+    def _prepare(self, array: Any) -> Callable[[], object]:
+        """Returns the sum of an array over the ranks, in place, which is checked and chosen when it is made first."""
+        made: list[Callable[[], object]] = []
+
+        def reduce() -> None:
+            if not made:
+                made.append(self.comm.prepare("all_reduce", array))
+            made[0]()
+
+        return reduce
 
     def _slot(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Returns the memory of `partial`, of at least so many bytes. Collective, if it has to grow for them."""
         slot = self._slots.get(device)
         if slot is None or slot.numel() < nbytes:
             self._split.clear()
+            self._partials.clear()
             slot = self._slots[device] = self.comm.empty(nbytes, torch.uint8, device=device)
             self._slots_at = {each.data_ptr() for each in self._slots.values()}
         return slot
@@ -127,12 +150,21 @@ class TensorGroup:
         Arguments as those of `partial`. For results that a model soon drops: there are few places.
         """
         found = self._sums.take(shape, like)
-        return self.partial(shape, like) if found is None else found
+        if found is None:
+            return self.partial(shape, like)
+        self._begun = found
+        return found.tensor
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """Sums over the ranks. partial: from `partial` or `summand`, not to be used afterwards. Collective."""
+        """Sums over the ranks. partial: what `partial` or `summand` has given last, not to be used afterwards.
+
+        Collective.
+        """
+        begun, self._begun = self._begun, None
+        assert begun is not None
+        assert begun.tensor is partial
         self.traffic.count_all_reduce(partial)
-        self.comm.all_reduce(partial)
+        begun.reduce()
         return partial.clone() if partial.data_ptr() in self._slots_at else partial
 
     def sum(self, x: torch.Tensor, *, is_kept: bool) -> torch.Tensor:

@@ -237,10 +237,10 @@ class _ColumnParallel(nn.Module):
 
     _tensor_parallel: TensorParallel
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., this rank's features of out]; of pieces of sequences, [batch, length, ...]."""
         tp = self._tensor_parallel
-        x, weight, bias = _autocast(x, self.weight, self.bias)
+        x, weight, bias = _autocast(input, self.weight, self.bias)
         return column_product(x, weight, bias, CutProduct(tp.group, _kind(self)[0], tp.begin_region(x)))
 
 
@@ -249,12 +249,12 @@ class _InRegion(nn.Module):
 
     _tensor_parallel: TensorParallel
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[batch, length, in] -> [batch, length, this rank's features of out]."""
         gathered = self._tensor_parallel.gathered
-        if gathered is None or x is not gathered.x:
-            return super().forward(x)  # type: ignore[no-any-return, misc]
-        x, weight, bias = _autocast(x, self.weight, self.bias)
+        if gathered is None or input is not gathered.x:
+            return super().forward(input)  # type: ignore[no-any-return, misc]
+        x, weight, bias = _autocast(input, self.weight, self.bias)
         return gathered.product(x, weight, bias, out_in=_kind(self)[0])
 
 
@@ -264,10 +264,10 @@ class _RowParallel(nn.Module):
     _tensor_parallel: TensorParallel
     _ends_region: bool
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., this rank's features of in] -> [..., out]; in pieces of sequences, if they are in pieces."""
         tp = self._tensor_parallel
-        x, weight, bias = _autocast(x, self.weight, self.bias)
+        x, weight, bias = _autocast(input, self.weight, self.bias)
         if self._ends_region:
             tp.end_region()
         out_in, length = _kind(self)[0], tp.region_length

@@ -68,6 +68,11 @@ class AttentionParallel:
 
     def apply(self, name: str, module: nn.Module, tp: TensorParallel) -> None:
         """Cuts the layers."""
+        if self.each and self.memory is not None and tp.sequence_parallel:
+            raise ConfigurationError(
+                f"plan: {name}: has each=True and memory={self.memory!r} with sequences in pieces, where a layer "
+                "cannot tell whole memory from a piece; needs each=False, or no sequence_parallel"
+            )
         query = number(name, module, self.heads)
         key = number(name, module, self.key_heads) if self.key_heads else query
         heads = cut_heads(f"plan: {name}", query, key, tp.ranks, tp.rank)

@@ -132,7 +132,10 @@ class _BeginsPieces:
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """A norm, or another module with parameters, that computes on pieces: its gradients are summed over tp."""
+    """A norm, or another module with parameters, that computes on pieces: its gradients are summed over tp.
+
+    Of a block that has parameters of its own: not those of layers in it that are cut, or have a style of their own.
+    """
 
     sequential = True
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,12 +29,20 @@ _VIEWS = 64  # of a place, for sums of so many shapes
 _IN_NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16}
 
 
-class _Place:
-    """Memory for one sum at a time."""
+class Summand(NamedTuple):
+    """Memory for one summand. reduce: makes it the sum over the ranks, in place; collective."""
 
-    def __init__(self, memory: np.ndarray[Any, Any]) -> None:
-        self.memory = memory
+    tensor: torch.Tensor
+    reduce: Callable[[], object]
+
+
+class _Place:
+    """Memory for one sum at a time. prepare: returns the reduction of an array."""
+
+    def __init__(self, memory: np.ndarray[Any, Any], prepare: Callable[[Any], Callable[[], object]]) -> None:
+        self.memory, self._prepare = memory, prepare
         self._views: dict[tuple[Any, ...], np.ndarray[Any, Any]] = {}
+        self._reductions: dict[tuple[Any, ...], Callable[[], object]] = {}
         self._given = self._view(memory.shape, torch.uint8)  # what the last tensor refers to, if it still lives
         self._without_tensor = self._references()
 
@@ -46,12 +54,14 @@ class _Place:
         """True if no tensor's storage refers to it."""
         return self._references() == self._without_tensor
 
-    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def summand(self, shape: Sequence[int], dtype: torch.dtype) -> Summand:
         """Takes the place. The tensor is no view, as those could not be written into behind a function of autograd."""
         self._given = view = self._view(shape, dtype)
-        if dtype in _IN_NUMPY:
-            return torch.from_numpy(view)
-        return torch.frombuffer(view, dtype=dtype).resize_(shape)
+        key = (*shape, dtype)
+        reduce = self._reductions.get(key)
+        if reduce is None:  # of another array over the same bytes, so as not to keep this one
+            reduce = self._reductions[key] = self._prepare(self._tensor(view[:], shape, dtype))
+        return Summand(self._tensor(view, shape, dtype), reduce)
 
     def _view(self, shape: Sequence[int], dtype: torch.dtype) -> np.ndarray[Any, Any]:
         """Returns the array over as many bytes: of this dtype and shape, or of bytes where NumPy has not the dtype."""
@@ -60,11 +70,18 @@ class _Place:
         if view is None:
             if len(self._views) == _VIEWS:
                 self._views.clear()
+                self._reductions.clear()
             view = self.memory[: math.prod(shape) * dtype.itemsize]
             if dtype in _IN_NUMPY:
                 view = view.view(_IN_NUMPY[dtype]).reshape(shape)
             self._views[key] = view
         return view
+
+    @staticmethod
+    def _tensor(view: np.ndarray[Any, Any], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        if dtype in _IN_NUMPY:
+            return torch.from_numpy(view)
+        return torch.frombuffer(view, dtype=dtype).resize_(shape)
 
 
 class SumMemory:
@@ -72,10 +89,15 @@ class SumMemory:
 
     allocate: makes symmetric memory of so many bytes for them all, of so many bytes each; collective. It also makes
     ready what a rank without a free place takes, as that is no matter of all ranks.
+    prepare: returns the reduction of an array, in place, over the ranks.
     """
 
-    def __init__(self, allocate: Callable[[int, int], torch.Tensor]) -> None:
-        self._allocate = allocate
+    def __init__(
+        self,
+        allocate: Callable[[int, int], torch.Tensor],
+        prepare: Callable[[Any], Callable[[], object]],
+    ) -> None:
+        self._allocate, self._prepare = allocate, prepare
         self._places: list[_Place] = []
 
     @property
@@ -91,7 +113,7 @@ class SumMemory:
         """
         return nbytes if nbytes < _LEAST else (_PLACES + 1) * _whole_pages(nbytes)
 
-    def take(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor | None:
+    def take(self, shape: Sequence[int], like: torch.Tensor) -> Summand | None:
         """Uninitialised memory of this shape, with the dtype of `like`; None where there is no place. Collective.
 
         Every rank asks for as many bytes, and more than before are allocated on all of them, but one rank may get
@@ -103,10 +125,11 @@ class SumMemory:
         if not self._places or self._places[0].memory.nbytes < nbytes:
             size = _whole_pages(nbytes)
             memory = self._allocate(_PLACES * size, size).numpy()
-            self._places = [_Place(memory[start : start + size]) for start in range(0, memory.nbytes, size)]
+            starts = range(0, memory.nbytes, size)
+            self._places = [_Place(memory[start : start + size], self._prepare) for start in starts]
         for place in self._places:
             if place.is_free:
-                return place.tensor(shape, like.dtype)
+                return place.summand(shape, like.dtype)
         return None
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,7 +24,7 @@ from torch import nn
 
 from ..compiling import uncompiled
 from ..errors import TrainingError
-from ..mesh import Cut, Mesh
+from ..mesh import Cut, Mesh, placement
 from .communication import TensorGroup
 from .functions import Sums, copy_to_region, summed_gradients
 from .local_elements import Part
@@ -126,6 +126,8 @@ class TensorParallel:
 
     def sum_gradients(self, module: nn.Module, heads: Heads | None = None, *, if_in_pieces: bool) -> None:
         """Sums the gradients of a module's parameters over the ranks of tp, each of which has a summand. Collective.
+
+        Not of modules in it whose own gradients are summed, nor of layers in it that are cut.
 
         heads: those of this rank, whose sharers sum; None: all ranks do.
         if_in_pieces: only of passes in which sequences are in pieces.
@@ -303,12 +305,14 @@ class _SumsGradients:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module
         forward = self._before or type(module).forward.__get__(module)
-        trained = [p for p in module.parameters() if p.requires_grad]
         whole = self._if_in_pieces and self._tp.length is None
-        if whole or not trained or not torch.is_grad_enabled():
+        if whole or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        owners = [(owner, owner._parameters) for owner in self._owners(module) if owner._parameters]
+        trained = [*dict.fromkeys(p for _, own in owners for p in own.values() if p is not None and p.requires_grad)]
+        if not trained:
             return forward(*args, **kwargs)
         summed = dict(zip(trained, summed_gradients(trained, self._group), strict=True))
-        owners = [(owner, owner._parameters) for owner in module.modules() if owner._parameters]
         try:
             for owner, own in owners:
                 owner.__dict__["_parameters"] = {name: summed.get(p, p) for name, p in own.items()}  # type: ignore[arg-type]
@@ -316,6 +320,14 @@ class _SumsGradients:
         finally:
             for owner, own in owners:
                 owner.__dict__["_parameters"] = own
+
+    def _owners(self, module: nn.Module) -> Iterator[nn.Module]:
+        """Yields a module and all in it, but for those whose own gradients are summed, and layers that are cut."""
+        yield module
+        for inner in module.children():
+            is_cut = any(p is not None and placement(p).cut is not None for p in inner._parameters.values())
+            if not is_cut and not isinstance(vars(inner).get("forward"), _SumsGradients):
+                yield from self._owners(inner)
 
 
 class Dropouts:

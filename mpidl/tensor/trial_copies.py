@@ -68,6 +68,10 @@ class Alone:
     def all_reduce(self, x: torch.Tensor, op: str = "sum") -> None:
         """Stands for `Communicator.all_reduce`."""
 
+    def prepare(self, operation: str, x: torch.Tensor) -> Callable[[], None]:
+        """Stands for `Communicator.prepare` of an all_reduce."""
+        return lambda: None
+
     def all_gather(self, out: torch.Tensor, part: torch.Tensor, **_: Any) -> None:
         """Stands for `Communicator.all_gather`."""
         out.zero_()

@@ -201,9 +201,9 @@ def _in_index(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
     """The index of leading dimensions; a last one of `:` takes the whole vocabulary."""
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     is_mask = (torch.is_tensor(part) and part.dtype == torch.bool and part.dim() > 1 for part in index)
-    if not _is_last(logits) or None in [part for part in index if not torch.is_tensor(part)] or any(is_mask):
+    if not _is_last(logits) or any(part is None for part in index) or any(is_mask):
         return None
-    if Ellipsis in [part for part in index if not torch.is_tensor(part)]:
+    if any(part is Ellipsis for part in index):
         return args if isinstance(index[-1], slice) and index[-1] == slice(None) else None
     whole = len(index) < logits.dim() or (isinstance(index[-1], slice) and index[-1] == slice(None))
     return args if whole else None

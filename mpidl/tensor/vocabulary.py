@@ -58,9 +58,9 @@ class _Embedding:
     def __init__(self, layer: nn.Embedding, tp: TensorParallel, run: Run) -> None:
         self._layer, self._tp, self._run = layer, tp, run
 
-    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Integers [...] -> [..., width], the same on every rank."""
-        start, stop = self._run
+        tokens, (start, stop) = input, self._run
         self._tp.group.check_inputs(tokens)
         if tokens.device.type == "cpu":  # a GPU would wait
             _refuse_out_of_range(tokens, self._layer.num_embeddings)

@@ -91,6 +91,15 @@ def test_a_pair_of_layers_computes_as_the_whole_one(comm: Communicator, shape: s
         check_same(cut_network(mesh, bias), whole_network(bias), x.detach())
 
 
+def test_layers_take_their_input_by_its_name_too(comm: Communicator) -> None:
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        model, whole, x = cut_network(mesh), whole_network(), random_input(3, IN)
+        up, down = (layer for layer in model if isinstance(layer, nn.Linear))
+        torch.testing.assert_close(down(input=up(input=x).tanh()), whole[-1](whole[0](x).tanh()))
+        embedding, tokens = VocabParallelEmbedding(7, 4, mesh=mesh), torch.tensor([[1, 6, 0]])
+        torch.testing.assert_close(embedding(input=tokens), embedding(tokens))
+
+
 @pytest.mark.parametrize("features", [1, 3, 13])
 def test_initial_values_are_those_of_one_process(comm: Communicator, features: int) -> None:
     """Also the random numbers that follow, and also with fewer features than ranks."""

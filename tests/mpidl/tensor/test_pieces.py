@@ -73,6 +73,37 @@ def test_a_last_norm_on_pieces_whose_gradients_nothing_sums_is_refused(comm: Com
         mpidl.parallelize(model, mesh, plan, sequence_parallel=True)
 
 
+class ScaledBlock(Block):
+    """A block with a parameter of its own, beside layers that are cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gamma * self.down(self.up(self.norm(x)).relu())  # type: ignore[no-any-return]
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_block_has_its_own_gradients_summed_and_not_those_of_what_is_in_it(comm: Communicator) -> None:
+    def made() -> Model:
+        model = Model(lambda hidden, x: hidden)
+        torch.manual_seed(1)
+        model.blocks = nn.ModuleList([ScaledBlock(), ScaledBlock()])
+        return model.double()
+
+    whole, model = made(), made()
+    plan = {**PLAN, "blocks.*": SequenceParallel()}
+    x = torch.randint(0, 31, (2, 12), generator=torch.Generator().manual_seed(2))
+    with all_in_float64(), Mesh(tp=comm.size, comm=comm) as mesh:
+        mpidl.parallelize(model, mesh, plan, sequence_parallel=True)
+        for each in (whole, model):
+            each(x).square().sum().backward()
+        expected = dict(whole.named_parameters())
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, part_of(expected[name].grad, p), rtol=1e-10, atol=1e-12)
+
+
 TAKES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "all": lambda hidden, x: hidden,
     "rows": lambda hidden, x: hidden.reshape(-1, WIDTH),

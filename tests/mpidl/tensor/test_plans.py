@@ -24,6 +24,7 @@ from mpidl.tensor import (
     FeedForwardParallel,
     RowParallel,
     SequenceBegins,
+    SequenceEnds,
     VocabParallel,
     model_state_dict,
     plan_for,
@@ -290,6 +291,21 @@ def test_a_plan_that_begins_no_pieces_or_never_ends_them_is_refused(comm: Commun
                 match,
                 lambda more=more: mpidl.parallelize(Tiny(), mesh, {**plan, **more}, sequence_parallel=True),
             )
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2, 3)
+def test_layers_that_cannot_tell_whole_memory_from_a_piece_are_refused(comm: Communicator) -> None:
+    style = AttentionParallel(query="q", key="k", value="v", output="o", heads=6, input="x", each=True, memory="memory")
+    model = nn.Sequential(Grouped(6))
+    plan: Any = {"0": [style, SequenceBegins("x"), SequenceEnds()]}
+    with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
+        raised_on_every_rank(
+            comm,
+            ConfigurationError,
+            "where a layer cannot tell whole memory from a piece",
+            lambda: mpidl.parallelize(model, mesh, plan, sequence_parallel=True),
+        )
 
 
 class Fused(nn.Module):

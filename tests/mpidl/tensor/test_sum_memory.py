@@ -85,13 +85,19 @@ def test_what_autograd_keeps_is_there_in_backward(comm: Communicator) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32])
 def test_a_place_is_free_when_no_tensor_is_left(dtype: torch.dtype) -> None:
     """In any order of shapes, more of them than are remembered, and with memory that grows meanwhile."""
-    memory, like = sum_memory.SumMemory(lambda nbytes, of_each: torch.empty(nbytes, dtype=torch.uint8)), torch.empty(0)
-    like = like.to(dtype)
+    like = torch.empty(0, dtype=dtype)
+    memory = sum_memory.SumMemory(
+        lambda nbytes, of_each: torch.empty(nbytes, dtype=torch.uint8), lambda array: lambda: array.fill_(7)
+    )
     for number in [*range(100), 3, 99, 0]:
         shape = (100 + number, 1, 331)
-        kept = [memory.take(shape, like) for _ in range(sum_memory._PLACES)]
+        taken = [memory.take(shape, like) for _ in range(sum_memory._PLACES)]
         assert memory.take(shape, like) is None
+        kept = [each.tensor if each is not None else None for each in taken]
+        taken[0].reduce()  # type: ignore[union-attr]
+        del taken
         first, second = (each for each in kept if each is not None)
+        assert bool((first == 7).all())
         assert (first.shape, first.dtype, first.is_contiguous()) == (shape, dtype, True)
         assert not first._is_view()
         first.fill_(1)
@@ -104,7 +110,7 @@ def test_a_place_is_free_when_no_tensor_is_left(dtype: torch.dtype) -> None:
         del part
         again = memory.take(shape, like)
         assert again is not None
-        assert again.data_ptr() == place
+        assert again.tensor.data_ptr() == place
         del again, second, kept
 
 

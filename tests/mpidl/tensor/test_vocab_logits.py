@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -52,6 +53,7 @@ ON_PARTS: dict[Any, list[Callable[[torch.Tensor], Any]]] = {
         lambda x: x[:, -1],
         lambda x: x[:, -1, :],
         lambda x: x[torch.tensor([1, 0, 1])],
+        lambda x: x[np.array([1, 0, 1])],
         lambda x: x[:, torch.tensor([True, False, True, True])],
     ],
     T.float: [lambda x: x.float()],
