@@ -85,7 +85,8 @@ def test_defaults_go_by_the_library_and_whether_ranks_share_cores() -> None:
 
     assert chosen("MPICH 5", 2, 1 << 10, crowded=False) == "mpi"
     assert chosen("MPICH 5", 4, 1 << 10, crowded=True) == "symmetric"
-    assert chosen("MPICH 5", 2, 64 << 10, crowded=False) == "symmetric"
+    assert chosen("MPICH 5", 2, 256 << 10, crowded=False) == "symmetric"
+    assert chosen("Open MPI 5", 2, 256 << 10, crowded=False) == "mpi"
     assert chosen("Intel MPI 2021", 2, 64 << 10, crowded=False) == "mpi"
     assert chosen("another 1", 4, 64 << 10, crowded=True) == "mpi"
     assert default_tables("MPICH 4", 1, 2, False) is default_tables("MPICH 5", 1, 8, False) is None
