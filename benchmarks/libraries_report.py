@@ -13,6 +13,7 @@ from typing import Any
 _OWN = "mpi"  # the side of the library's own calls
 _KINDS = {"user": "any", "symmetric": "symmetric"}
 _COLUMNS = 5  # of panels
+_LISTED = 30  # slow cases
 # Limits of "auto": a factor of the fastest side's time, and microseconds; with a core for each rank, and with fewer.
 _LIMIT, _CROWDED_LIMIT = (1.05, 1.0), (1.1, 3.0)
 
@@ -114,7 +115,7 @@ def tables(cells: Sequence[Cell]) -> list[str]:
 
 
 def _slow_cases(cells: Sequence[Cell]) -> list[str]:
-    """The lines of the cases in which auto takes longer than it may, the worst ones first."""
+    """The lines on the cases in which auto takes longer than it may: how many of each size, and the worst ones."""
     slow = sorted((cell for cell in cells if cell.is_slow), key=lambda cell: -cell.time / cell.best_time)
     (factor, more), (crowded_factor, crowded_more) = _LIMIT, _CROWDED_LIMIT
     lines = [
@@ -124,17 +125,27 @@ def _slow_cases(cells: Sequence[Cell]) -> list[str]:
         f"ranks, {crowded_factor} x + {crowded_more:g} us.",
         "",
     ]
-    if slow:
-        lines += [
-            "| library | ranks | operation | arrays | caches | bytes | auto, us | fastest, us | by | times |",
-            "|---" * 10 + "|",
-        ]
+    if not slow:
+        return lines
+    sizes = sorted({cell.bytes for cell in cells})
+    lines += [f"| library | ranks | {' | '.join(map(bytes_name, sizes))} |", "|---" * (2 + len(sizes)) + "|"]
+    for group in _grouped(cells, lambda cell: (cell.ranks, cell.library)):
+        counts = [[cell.is_slow for cell in group if cell.bytes == size] for size in sizes]
+        told = [f"{sum(some)} of {len(some)}" if some else "-" for some in counts]
+        lines.append(f"| {group[0].library} | {group[0].ranks} | {' | '.join(told)} |")
+    lines += [
+        "",
+        f"The worst {min(len(slow), _LISTED)}:",
+        "",
+        "| library | ranks | operation | arrays | caches | bytes | auto, us | fastest, us | by | times |",
+        "|---" * 10 + "|",
+    ]
     lines += [
         f"| {c.library} | {c.ranks} | {c.operation} | {c.kind} | {c.cache} | {bytes_name(c.bytes)} | {c.time:.1f} | "
         f"{c.best_time:.1f} | {c.best} | {c.time / c.best_time:.2f} |"
-        for c in slow
+        for c in slow[:_LISTED]
     ]
-    return [*lines, *([""] if slow else [])]
+    return [*lines, ""]
 
 
 def _ratio(cell: Cell) -> str:

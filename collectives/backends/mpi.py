@@ -21,6 +21,7 @@ from ..process.idle_wait import collective
 from .backend import Backend, Call, Resources
 
 _COUNTS = 2**31 - 1  # elements; not every MPI counts further
+_SMALL = 1 << 16  # bytes that a prepared call may keep
 
 _NUMERIC = {"sum": MPI.SUM, "avg": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
 _OPERATORS = {**_NUMERIC, "band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}
@@ -102,13 +103,17 @@ class Library(Backend):
         return _finished(self._collective("Reduce", MPI.IN_PLACE, _elements(x), operator, root), op, comm.size, x)
 
     def gather(self, out: Buffer | None, x: Buffer, root: int, counts: Sequence[int]) -> Call:
-        """MPI_Gatherv."""
+        """MPI_Gather, or MPI_Gatherv where the parts differ."""
         source = MPI.IN_PLACE if out is not None and _overlap(out, x) else _elements(x)
+        if len(set(counts)) == 1:
+            return self._collective("Gather", source, None if out is None else _elements(out), root)
         return self._collective("Gatherv", source, None if out is None else _parts(out, counts), root)
 
     def scatter(self, out: Buffer, x: Buffer | None, root: int, counts: Sequence[int]) -> Call:
-        """MPI_Scatterv."""
+        """MPI_Scatter, or MPI_Scatterv where the parts differ."""
         target = MPI.IN_PLACE if x is not None and _overlap(out, x) else _elements(out)
+        if len(set(counts)) == 1:
+            return self._collective("Scatter", None if x is None else _elements(x), target, root)
         return self._collective("Scatterv", None if x is None else _parts(x, counts), target, root)
 
     def scan(self, x: Buffer, op: Reduction) -> Call:
@@ -116,18 +121,18 @@ class Library(Backend):
         return self._collective("Scan", MPI.IN_PLACE, _elements(x), _operator(op, x.dtype))
 
     def exscan(self, x: Buffer, op: Reduction) -> Call:
-        """MPI_Exscan, in place; on rank 0 MPI leaves open what is there then."""
-        call = self._collective("Exscan", MPI.IN_PLACE, _elements(x), _operator(op, x.dtype))
+        """MPI_Exscan, in place; on rank 0 MPI leaves open what is there then, so that it is given other memory."""
+        operator = _operator(op, x.dtype)
         if self._comm.rank:
-            return call
-        flat = x.flat
+            return self._collective("Exscan", MPI.IN_PLACE, _elements(x), operator)
 
-        def run() -> None:
-            before = flat.copy()
-            call()
-            np.copyto(flat, before)
+        def to_unused() -> None:  # no library fills it, so that large memory costs nothing
+            unused = np.empty_like(x.flat)
+            self._collective("Exscan", _elements(x), [unused, datatype(x.dtype)], operator)()
 
-        return run
+        if x.nbytes > _SMALL:
+            return to_unused
+        return self._collective("Exscan", _elements(x), [np.empty_like(x.flat), datatype(x.dtype)], operator)
 
     def barrier(self) -> Call:
         """MPI_Barrier."""

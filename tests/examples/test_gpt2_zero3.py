@@ -260,21 +260,25 @@ def test_three_ranks_under_mpirun_follow_a_world_of_one(
 def test_given_weights_are_validated_and_sampled_from_without_training(
     text: Path, tmp_path: Path, weights: Callable[[GPT2Config], Path]
 ) -> None:
-    path, folder = tmp_path / "results.json", weights(CONFIG)
+    folder = weights(CONFIG)
     arguments = ["--init-from", folder, "--data", text, "--block-size", "16", "--steps", "0"]
-    arguments += ["--eval-sequences", "7", "--sample", "20", "--json", path]
-    (((status, out, errors), _),) = call_main(2, [arguments])
-    assert status == 0, errors
-    assert "a sample of 20 tokens" in out
-    results = json.loads(path.read_text())
-    assert results["steps"] == []
-    assert results["loss_first"] is results["step_ms_median"] is results["tokens_per_s"] is None
+    arguments += ["--eval-sequences", "7", "--sample", "20"]
+    ways: dict[str, list[str]] = {"dp": [], "tp": ["--tp", "2"]}
+    paths = {name: tmp_path / f"{name}.json" for name in ways}
+    outcomes = call_main(2, [[*arguments, *ways[name], "--json", paths[name]] for name in ways])
     tokens = make_tokenizer("bytes").encode(text.read_text(encoding="utf-8"))
     batches = TokenBatches(tokens, SimpleNamespace(rank=0, size=1), block=16, batch=7)
     model = load_pretrained(folder).eval()
     with torch.no_grad():
         ((x, y, _),) = batches.validate(7)
-        assert results["val_loss"] == pytest.approx(model(x, y).item(), rel=1e-5)
+        expected = model(x, y).item()
+    for ((status, out, errors), _), path in zip(outcomes, paths.values(), strict=True):
+        assert status == 0, errors
+        assert "a sample of 20 tokens" in out
+        results = json.loads(path.read_text())
+        assert results["steps"] == []
+        assert results["loss_first"] is results["step_ms_median"] is results["tokens_per_s"] is None
+        assert results["val_loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_wrong_use_is_one_line_and_status_2_on_every_rank_and_help_is_printed_once(
