@@ -71,7 +71,7 @@ _ON_CROWDED_NODE: Tables = {**_NODE, "all_reduce": _REDUCED, "reduce_scatter": _
 # of both kinds of arrays, with warm and with cold caches, goes through 1.
 DEFAULTS: Mapping[tuple[str, bool], Tables] = {
     ("MPICH 5", False): {
-        "all_reduce": _REDUCED,
+        "all_reduce": _up_to(8 << 10),
         "reduce_scatter": _up_to(8 << 10),
         "all_gather": _up_to(128 << 10),
         "all_to_all": ((8 << 10, "mpi"), (128 << 10, "symmetric"), (512 << 10, "mpi"), (ALWAYS, "symmetric")),
