@@ -126,13 +126,11 @@ class Library(Backend):
         if self._comm.rank:
             return self._collective("Exscan", MPI.IN_PLACE, _elements(x), operator)
 
-        def to_unused() -> None:  # no library fills it, so that large memory costs nothing
-            unused = np.empty_like(x.flat)
-            self._collective("Exscan", _elements(x), [unused, datatype(x.dtype)], operator)()
+        def call() -> Call:
+            unused = np.empty_like(x.flat)  # which no library fills, so that large memory costs nothing
+            return self._collective("Exscan", _elements(x), [unused, datatype(x.dtype)], operator)
 
-        if x.nbytes > _SMALL:
-            return to_unused
-        return self._collective("Exscan", _elements(x), [np.empty_like(x.flat), datatype(x.dtype)], operator)
+        return call() if x.nbytes <= _SMALL else lambda: call()()
 
     def barrier(self) -> Call:
         """MPI_Barrier."""

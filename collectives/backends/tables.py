@@ -64,9 +64,12 @@ _MESSAGES: Tables = {
     "reduce": ((1 << 20, "mpi"), (ALWAYS, "double_tree")),
 }
 # One node with more ranks than cores: they meet once in shared memory, where one that waits lets others run.
-_GATHERED: Table = ((512 << 10, "symmetric"), (8 << 20, "mpi"), (ALWAYS, "symmetric"))
-_REDUCED: Table = ((ALWAYS, "symmetric"),)
-_ON_CROWDED_NODE: Tables = {**_NODE, "all_reduce": _REDUCED, "reduce_scatter": _REDUCED, "all_gather": _GATHERED}
+_ON_CROWDED_NODE: Tables = {
+    **_NODE,
+    "all_reduce": ((ALWAYS, "symmetric"),),
+    "reduce_scatter": ((ALWAYS, "symmetric"),),
+    "all_gather": ((512 << 10, "symmetric"), (8 << 20, "mpi"), (ALWAYS, "symmetric")),
+}
 # By the library, and whether the ranks are more than the cores. With a core for each rank: where the mean of the ratios
 # of both kinds of arrays, with warm and with cold caches, goes through 1.
 DEFAULTS: Mapping[tuple[str, bool], Tables] = {

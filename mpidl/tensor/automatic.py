@@ -64,7 +64,7 @@ def automatic_plan(
 class _Modules:
     """The decision for each module: `plan` has the styles of those to cut, `what` what is done, and how or why."""
 
-    def __init__(self, model: nn.Module, ranks: int, leave_whole: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(self, model: nn.Module, ranks: int, leave_whole: Mapping[str, str]) -> None:
         self._whole = leave_whole
         self.plan: dict[str, list[Style]] = {}
         self.what: dict[str, tuple[str, str]] = {}  # by name: what is done, and how

@@ -75,7 +75,6 @@ class TensorGroup:
         self.traffic = Traffic()
         self.check = comm.is_debugging
         self._slots: dict[torch.device, torch.Tensor] = {}
-        self._slots_at: set[int] = set()  # addresses
         self._sums = SumMemory(self._allocate_sums, self._prepare)
         self._partials: dict[tuple[Any, ...], Summand] = {}  # by shape, dtype and device
         self._begun: Summand | None = None  # what `partial` or `summand` has given last
@@ -114,20 +113,13 @@ class TensorGroup:
                 memory = self._slot(nbytes, like.device)[:nbytes].view(like.dtype).view(*shape)
             if len(self._partials) == _KEPT:
                 self._partials.pop(next(iter(self._partials)))
-            found = self._partials[key] = Summand(memory, self._prepare(memory))
+            found = self._partials[key] = Summand(memory, self._prepare(memory), stays=False)
         self._begun = found
         return found.tensor
 
     def _prepare(self, array: Any) -> Callable[[], object]:
-        """Returns the sum of an array over the ranks, in place, which is checked and chosen when it is made first."""
-        made: list[Callable[[], object]] = []
-
-        def reduce() -> None:
-            if not made:
-                made.append(self.comm.prepare("all_reduce", array))
-            made[0]()
-
-        return reduce
+        """Returns the sum of an array over the ranks, in place, checked and chosen once."""
+        return self.comm.prepare("all_reduce", array)
 
     def _slot(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Returns the memory of `partial`, of at least so many bytes. Collective, if it has to grow for them."""
@@ -136,7 +128,6 @@ class TensorGroup:
             self._split.clear()
             self._partials.clear()
             slot = self._slots[device] = self.comm.empty(nbytes, torch.uint8, device=device)
-            self._slots_at = {each.data_ptr() for each in self._slots.values()}
         return slot
 
     def _allocate_sums(self, nbytes: int, of_each: int) -> torch.Tensor:
@@ -165,7 +156,7 @@ class TensorGroup:
         assert begun.tensor is partial
         self.traffic.count_all_reduce(partial)
         begun.reduce()
-        return partial.clone() if partial.data_ptr() in self._slots_at else partial
+        return partial if begun.stays else partial.clone()
 
     def sum(self, x: torch.Tensor, *, is_kept: bool) -> torch.Tensor:
         """Sums a tensor over the ranks, which stays as it is. is_kept: a model keeps the sum for long. Collective."""

@@ -30,10 +30,15 @@ _IN_NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.float16
 
 
 class Summand(NamedTuple):
-    """Memory for one summand. reduce: makes it the sum over the ranks, in place; collective."""
+    """Memory for one summand.
+
+    reduce: makes it the sum over the ranks, in place; collective.
+    stays: the sum may stay there; else it is to be copied, as the next summand comes to the same memory.
+    """
 
     tensor: torch.Tensor
     reduce: Callable[[], object]
+    stays: bool
 
 
 class _Place:
@@ -61,7 +66,7 @@ class _Place:
         reduce = self._reductions.get(key)
         if reduce is None:  # of another array over the same bytes, so as not to keep this one
             reduce = self._reductions[key] = self._prepare(self._tensor(view[:], shape, dtype))
-        return Summand(self._tensor(view, shape, dtype), reduce)
+        return Summand(self._tensor(view, shape, dtype), reduce, stays=True)
 
     def _view(self, shape: Sequence[int], dtype: torch.dtype) -> np.ndarray[Any, Any]:
         """Returns the array over as many bytes: of this dtype and shape, or of bytes where NumPy has not the dtype."""
