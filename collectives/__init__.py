@@ -12,6 +12,7 @@ Read `communicator` first, then `backends` and `schedules`. A new algorithm of m
     memory/             shared by the ranks of a node
     process/            this process: its MPI library, node and cores, how threads wait, how it ends
     base/               arrays, reductions, the checks of arguments; errors
+    native/             the part in C that every operation passes through, where it could be compiled
     devices             the memory that tensors lie in
     diagnostics         where ranks are, and how a job ends; draining: operations that some ranks join later than others
     bench/, tune        the benchmark, and tables for "auto"; timing, command_line (of both, and of mpidl)

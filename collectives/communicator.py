@@ -44,6 +44,7 @@ from .group.division import GroupDivision
 from .group.issue import Plain
 from .group.memory import GroupMemory
 from .group.objects import GroupObjects
+from .group.shortcut import shortcut
 from .partitioned import PartitionedAllReduce
 from .prepared import NOT_YET, PREPARED, PreparedOperation
 from .process.idle_wait import background_on_all_ranks
@@ -111,6 +112,7 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
 
     # ---- reductions -------------------------------------------------------------------------------------------
 
+    @shortcut
     def all_reduce(
         self, x: Any, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False, timeout: float | None = None
     ) -> Work | None:
@@ -163,6 +165,7 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
             lambda count: self._issuer.issue("all_reduce", complete[0], told[count - 1], async_op=False, arrays=parts),
         )
 
+    @shortcut
     def reduce_scatter(
         self,
         out: Any,
@@ -200,6 +203,7 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
             return call.at_once((out, x))
         return self._calls.issue(call, async_op, timeout, (out, x))
 
+    @shortcut
     def reduce(
         self,
         x: Any,
@@ -226,6 +230,7 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
             return call.at_once(x)
         return self._calls.issue(call, async_op, timeout, x)
 
+    @shortcut
     def scan(
         self, x: Any, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False, timeout: float | None = None
     ) -> Work | None:
@@ -235,6 +240,7 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
         """
         return self._prefix("scan", x, op, algorithm, async_op, timeout)
 
+    @shortcut
     def exscan(
         self, x: Any, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False, timeout: float | None = None
     ) -> Work | None:
@@ -263,6 +269,7 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
 
     # ---- movements --------------------------------------------------------------------------------------------
 
+    @shortcut
     def all_gather(
         self,
         out: Any,
@@ -301,6 +308,7 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
             return call.at_once((out, x))
         return self._calls.issue(call, async_op, timeout, (out, x))
 
+    @shortcut
     def all_to_all(
         self,
         out: Any,
@@ -347,6 +355,7 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
             return call.at_once((out, x))
         return self._calls.issue(call, async_op, timeout, (out, x))
 
+    @shortcut
     def broadcast(
         self, x: Any, root: int = 0, *, algorithm: str = "auto", async_op: bool = False, timeout: float | None = None
     ) -> Work | None:
@@ -364,6 +373,7 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
             return call.at_once(x)
         return self._calls.issue(call, async_op, timeout, x)
 
+    @shortcut
     def gather(
         self,
         out: Any,
@@ -403,6 +413,7 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
             return call.at_once((out, x))
         return self._calls.issue(call, async_op, timeout, (out, x))
 
+    @shortcut
     def scatter(
         self,
         out: Any,

@@ -1,6 +1,7 @@
 """Functions for launchers, reports and engines: positions of ranks, names in profiles, what a job leaves.
 
 about_mpi, usable, directories      the MPI library, the cores of this process, directories of shared memory
+is_compiled                         whether the part in C is used
 label, is_debugging                 names for torch.profiler; whether MPIDL_DEBUG asks for checks
 Position, listing, deadlocked       the operations that ranks are in, and who waits for whom in a circle
 describe_program                    what the watchdog's reports say of the program besides
@@ -14,6 +15,7 @@ from .backends.checks import is_debugging
 from .group.deadlock import deadlocked
 from .memory.leftovers import mapped
 from .memory.shared_memory import JOB, directories
+from .native import is_compiled
 from .process import exit_status as exit_status
 from .process.about import about_mpi
 from .process.cores import usable
@@ -34,6 +36,7 @@ __all__ = [
     "describe_program",
     "directories",
     "exit_status",
+    "is_compiled",
     "is_debugging",
     "label",
     "listing",

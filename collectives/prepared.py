@@ -19,16 +19,18 @@ class PreparedOperation:
 
     A call does what the method of that name does: all ranks make it, in the same order as their other operations, as a
     prepared operation or by the method. The arrays must keep their memory: no `resize_`, no freed storage.
+
+    at_once: as of `group.issue.Prepared`.
     """
 
     def __init__(self, issuer: Issuer, prepared: Prepared, arrays: Any) -> None:
         self._issuer, self._prepared, self._arrays = issuer, prepared, arrays
-        self._at_once = prepared.at_once
+        self.at_once = prepared.at_once
 
     def __call__(self, *, async_op: bool = False, timeout: float | None = None) -> Work | None:
         """Runs the operation. async_op, timeout: as the method has them."""
         if timeout is None and not async_op:
-            self._at_once(self._arrays)
+            self.at_once(self._arrays)
             return None
         return self._issuer.issue_prepared(self._prepared, async_op, timeout, self._arrays)
 

@@ -98,6 +98,7 @@ def test_uses_that_are_allowed_and_names_that_only_look_the_same_are_not_found()
 LAYERS = {
     "collectives": {
         "errors": "errors",
+        "from C": "native",
         "arrays": "base",
         "one process": "process",
         "algorithms as data": "schedules price",

@@ -30,6 +30,7 @@ from ..runtime.witness import show, witnessed
 from .backend import Call, PartitionedCall, Resources, in_shared_memory
 from .cuda.task import Task
 from .meeting import Meetings, MeetsInMemory
+from .mpi_functions import is_from_c
 from .registry import make_backends
 from .selection import Selection
 
@@ -114,7 +115,7 @@ class Dispatch:
 
     def silent(self, operation: str, call: Call) -> Call:
         """The call, if it reduces with arithmetic that neither raises nor warns; see `float_errors`."""
-        if operation not in REDUCTIONS:
+        if operation not in REDUCTIONS or is_from_c(call):
             return call
         return (_MeetingCall if isinstance(call, MeetsInMemory) else partial)(self._silently, call)
 

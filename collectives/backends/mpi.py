@@ -15,10 +15,12 @@ import numpy as np
 from mpi4py import MPI
 
 from ..base.buffers import Buffer, DType
+from ..base.float_errors import silent
 from ..base.partition import Splits
 from ..base.reduction import KERNELS, Reduction, mean, unify_nans
 from ..process.idle_wait import collective
 from .backend import Backend, Call, Resources
+from .mpi_functions import NOTHING, Finish, from_c
 
 _COUNTS = 2**31 - 1  # elements; not every MPI counts further
 _SMALL = 1 << 16  # bytes that a prepared call may keep
@@ -36,8 +38,8 @@ class Library(Backend):
     title = "MPI"
 
     def __init__(self, comm: MPI.Intracomm, over_nodes: bool = False) -> None:
-        self._comm = comm
-        self._collective = partial(collective, comm, over_nodes=over_nodes)
+        self._comm, self._over_nodes = comm, over_nodes
+        self._silently = silent()
 
     @classmethod
     def of_group(cls, resources: Resources) -> Library:
@@ -55,11 +57,10 @@ class Library(Backend):
 
     def all_reduce(self, x: Buffer, op: Reduction) -> Call:
         """MPI_Allreduce, in place."""
-        call = self._collective("Allreduce", MPI.IN_PLACE, _elements(x), _operator(op, x.dtype))
-        call = _finished(call, op, self._comm.size, x)
-        if self._comm.size == 1 or x.dtype.kind not in "fc" or _is_float_extremum(x.dtype, op):
-            return call
-        return partial(_run_and_unify, call, x.flat)  # in many of the libraries' algorithms each rank adds for itself
+        arguments = MPI.IN_PLACE, _elements(x), _operator(op, x.dtype)
+        # In many of the libraries' algorithms each rank adds for itself.
+        unify = self._comm.size > 1 and x.dtype.kind in "fc" and not _is_float_extremum(x.dtype, op)
+        return self._reduction("Allreduce", arguments, op, x, unify)
 
     def reduce_scatter(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> Call:
         """MPI_Reduce_scatter, or its block variant where the parts are equal."""
@@ -73,10 +74,8 @@ class Library(Backend):
             return by_copy
         data, target, operator = _elements(x), _elements(out), _operator(op, x.dtype)
         if len(set(counts)) == 1:
-            call = self._collective("Reduce_scatter_block", data, target, operator)
-        else:
-            call = self._collective("Reduce_scatter", data, target, list(counts), operator)
-        return _finished(call, op, self._comm.size, out)
+            return self._reduction("Reduce_scatter_block", (data, target, operator), op, out)
+        return self._reduction("Reduce_scatter", (data, target, list(counts), operator), op, out)
 
     def all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> Call:
         """MPI_Allgather, or MPI_Allgatherv where the parts differ."""
@@ -100,7 +99,7 @@ class Library(Backend):
         comm, operator = self._comm, _operator(op, x.dtype)
         if comm.rank != root:
             return self._collective("Reduce", _elements(x), None, operator, root)
-        return _finished(self._collective("Reduce", MPI.IN_PLACE, _elements(x), operator, root), op, comm.size, x)
+        return self._reduction("Reduce", (MPI.IN_PLACE, _elements(x), operator, root), op, x)
 
     def gather(self, out: Buffer | None, x: Buffer, root: int, counts: Sequence[int]) -> Call:
         """MPI_Gather, or MPI_Gatherv where the parts differ."""
@@ -136,6 +135,27 @@ class Library(Backend):
         """MPI_Barrier."""
         call: Call = self._comm.Barrier
         return call
+
+    def _collective(self, name: str, *arguments: Any) -> Call:
+        """The collective of that name, from C where that can be."""
+        call = collective(self._comm, name, *arguments, over_nodes=self._over_nodes)
+        return (None if self._over_nodes else from_c(self._comm, name, arguments, NOTHING, call)) or call
+
+    def _reduction(
+        self, name: str, arguments: tuple[Any, ...], op: Reduction, out: Buffer, unify: bool = False
+    ) -> Call:
+        """The same, with what makes an average of a sum. unify: all NaNs of the result become the same bits."""
+        ranks, dtype = self._comm.size, out.dtype
+        call = _finished(collective(self._comm, name, *arguments, over_nodes=self._over_nodes), op, ranks, out)
+        call = partial(_run_and_unify, call, out.flat) if unify else call
+        averages = op.name == "avg" and ranks > 1
+        if self._over_nodes or (averages and dtype.kind != "f"):
+            return call
+        finish = NOTHING
+        if averages or unify:
+            numbers = out.size * (2 if dtype.kind == "c" else 1)
+            finish = Finish(out.nbytes // max(numbers, 1), numbers, ranks if averages else 1, unify)
+        return from_c(self._comm, name, arguments, finish, partial(self._silently, call)) or call
 
 
 def datatype(dtype: DType) -> MPI.Datatype:

@@ -67,7 +67,7 @@ _BY_TORCH = {d.torch: d for d in DTYPES.values() if d.torch is not None}
 _BY_NUMPY = {d.storage: d for d in DTYPES.values() if d.name != "bfloat16"}
 _NAMES = ", ".join(DTYPES)
 _TENSOR, _STRIDED = torch.Tensor, torch.strided  # for `signature`, which every call asks
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(slots=True, eq=False)
@@ -273,7 +273,7 @@ def check_tensor(tensor: torch.Tensor, name: str) -> DType:
     needed = (tensor.storage_offset() + tensor.numel()) * dtype.itemsize
     if tensor.numel() and tensor.untyped_storage().nbytes() < needed:
         raise ArgumentError(f"{name}: got a tensor whose storage was freed or made smaller; needs one with its memory")
-    if type(tensor) not in _PLAIN_TENSORS and tensor.numel() and not _has_memory(tensor):
+    if type(tensor) not in PLAIN_TENSORS and tensor.numel() and not _has_memory(tensor):
         raise ArgumentTypeError(f"{name}: got {_kind(tensor)}, which has no memory of its own; needs a plain tensor")
     return dtype
 

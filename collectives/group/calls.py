@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import torch
+
 from ..base import buffers, coalesced, reduction
-from ..base.buffers import Buffer, DeviceBuffer, signature
+from ..base.buffers import DTYPES, Buffer, DeviceBuffer, signature
 from ..base.reduction import Reduction
 from ..errors import ArgumentError
 from ..memory import shared_memory
 from ..memory.shared_memory import is_one_for_all
+from ..native import compiled
 from ..prepared import NOT_YET, PreparedOperation
 from ..runtime.positions import NO_WORDS
 from . import details
@@ -26,12 +31,32 @@ from .issue import Issuer, Prepared
 KEPT_CALLS = 4096  # of a few hundred bytes each
 
 
-def signature_of(array: Any) -> tuple[Any, ...] | None:
+def _signature_of(array: Any) -> tuple[Any, ...] | None:
     """Returns the array's signature, another one for memory that all ranks of the node share."""
     seen = signature(array)
     if shared_memory.one_for_all and seen is not None and is_one_for_all(seen[0]):
         return (*seen, "one for all")
     return seen
+
+
+def _from_c() -> Callable[[Any], tuple[Any, ...] | None] | None:
+    """`_signature_of` in C; None where it cannot be."""
+    if compiled is None:
+        return None
+    exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    compiled.look_at(np.ndarray, buffers.PLAIN_TENSORS, exchange, _kinds(), shared_memory.one_for_all, _signature_of)
+    found: Callable[[Any], tuple[Any, ...] | None] = compiled.signature
+    return found
+
+
+def _kinds() -> dict[tuple[int, int], Any]:
+    """The dtypes of tensors by DLPack's numbers for their kind, and their bits."""
+    numbers = {"i": 0, "u": 1, "f": 2, "b": 6}
+    known = [dtype for dtype in DTYPES.values() if dtype.torch is not None and dtype.kind in numbers]
+    return {(4 if d.name == "bfloat16" else numbers[d.kind], 8 * d.itemsize): d.torch for d in known}
+
+
+signature_of = _from_c() or _signature_of
 
 
 def refuse_shared(name: str, data: Buffer) -> None:
@@ -63,6 +88,7 @@ class GroupCalls:
         self._issuer, self._dispatch = issuer, issuer.parts.dispatch
         self._choose = self._dispatch.selection.choose
         self._kept: OrderedDict[tuple[Any, ...], Prepared] = OrderedDict()
+        self.shortcuts: OrderedDict[tuple[Any, ...], Callable[[Any], None]] = OrderedDict()
         self.barrier = issuer.prepare("barrier", self._dispatch.prepare("barrier", "mpi"), NO_WORDS)
 
     def choose(
@@ -102,6 +128,13 @@ class GroupCalls:
     def forget(self) -> None:
         """Forgets all calls: what an array had is now other memory, or may be."""
         self._kept.clear()
+        self.shortcuts.clear()
+
+    def keep_shortcut(self, key: tuple[Any, ...], prepared: PreparedOperation) -> None:
+        """Keeps an operation under the arguments that it was prepared for, for `shortcut`."""
+        if len(self.shortcuts) >= KEPT_CALLS:
+            self.shortcuts.popitem(last=False)
+        self.shortcuts[key] = prepared.at_once
 
     def issue(self, call: Prepared, async_op: bool, timeout: Any, arrays: Any) -> Any:
         """Issues the call asynchronously or with a timeout, or not yet, if it is to be prepared only."""

@@ -24,7 +24,8 @@ from ..backends.meeting import MeetsInMemory
 from ..base import arguments
 from ..errors import ArgumentError, MismatchError, OperationError, WorkTimeout
 from ..memory.lifetime import keep_for_ever
-from ..process.labels import is_profiled, label
+from ..native import compiled
+from ..process.labels import PROFILER, is_profiled, label
 from ..runtime.dropped import Remains, when_dropped
 from ..runtime.positions import AFTER
 from ..runtime.progress import Progress, Work
@@ -130,9 +131,26 @@ class Issuer:
 
             return Prepared(operation, task, detail, on_gpu)
         progress, positions, refusal = self.progress, self.positions, self.refusal
+        waits = self._waits_for_all(task, queued=False)
+        if compiled is not None:
+            made = compiled.AtOnce(
+                **positions.in_c(operation),
+                detail=detail,
+                queue=progress.queue,
+                take_turn=progress.turn.acquire,
+                end_turn=progress.turn.release,
+                profiler=PROFILER,
+                refusal=refusal,
+                issuer=self,
+                task=task,
+                waits=waits,
+                otherwise=partial(self._issue_otherwise, operation, task, detail),
+                fail=partial(self._raise_of, operation),
+            )
+            return Prepared(operation, task, detail, made)
         queue, take_turn, end_turn = progress.queue, progress.turn.acquire, progress.turn.release
         enter, state, after = positions.entering(operation, detail), positions.state, AFTER
-        wait_for_all = positions.wait_for_all if self._waits_for_all(task, queued=False) else None
+        wait_for_all = positions.wait_for_all if waits else None
 
         def at_once(arrays: Any) -> None:
             if queue or not take_turn(False):  # a compound operation has the turn while its parts run
@@ -157,6 +175,12 @@ class Issuer:
                 self.issue(operation, task, detail, False, arrays)
 
         return Prepared(operation, task, detail, at_once)
+
+    def _issue_otherwise(self, operation: str, task: Call, detail: bytes, arrays: Any) -> None:
+        self.issue(operation, task, detail, False, arrays)
+
+    def _raise_of(self, operation: str, error: BaseException, number: int, arrays: Any) -> NoReturn:
+        self._raise(error, operation, number, arrays)
 
     def within(self, timeout: Any) -> Callable[..., Work | None]:
         """Returns what takes the place of `issue` for an operation with a timeout of its own, in seconds."""

@@ -47,6 +47,7 @@ class OrderedGroup:
         self._issuer = Issuer(parts)
         self._refusal = self._issuer.refusal
         self._calls = GroupCalls(self._issuer)
+        self._shortcuts, self._keep_shortcut = self._calls.shortcuts, self._calls.keep_shortcut  # for native.Shortcut
         self._end = GroupEnd(self._issuer)
 
     def __repr__(self) -> str:

@@ -22,10 +22,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpi4py import MPI
 
+from ..native import compiled
 from ..process.idle_wait import caller_is_waiting
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 _LOOKS, _YIELDS = 50, 2000  # before a rank sleeps: about 2 ms
 _CROWDED_LOOKS, _CROWDED_YIELDS = 5, 100  # where the node has more ranks than cores
+_LOOKS_IN_C, _YIELDS_IN_C = 200, 50  # before that, from C, where a look takes a tenth of the time
 _GLANCE = 64  # yields between two looks of MPI
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 1e-3, 16e-3  # seconds between them; the shortest while the program waits
 _NAP = 5e-5  # seconds, where there is no futex
@@ -91,47 +94,13 @@ class _Other(NamedTuple):
     asleep: int
 
 
-class Counters:
-    """The numbers of the ranks of a node, as seen by one of them.
+class _Waiting:
+    """Waits of one rank for the others' numbers. looks, yields: before it sleeps."""
 
-    memory: shared by them, and zero at first; private to a rank that is alone.
-    start, sleepers: bytes of it at which the numbers, one every `STRIDE` bytes, and the `nbytes_of_sleepers` begin.
-    crowded: whether the node has more ranks than cores.
+    def __init__(self, memory: SharedMemory | bytearray, others: list[_Other], looks: int, yields: int) -> None:
+        self._memory, self._others, self._polls = memory, others, (looks, yields)
 
-    advance: this rank's number grows to that which it is given, which wakes who sleeps for it.
-    """
-
-    def __init__(
-        self, memory: SharedMemory | bytearray, start: int, sleepers: int, rank: int, ranks: int, *, crowded: bool
-    ) -> None:
-        self._memory = memory
-        self._polls = (_CROWDED_LOOKS, _CROWDED_YIELDS) if crowded else (_LOOKS, _YIELDS)
-        places = [start + other * STRIDE for other in range(ranks)]
-        numbers = [memoryview(memory)[place : place + 8].cast("q") for place in places]
-        base = 0 if isinstance(memory, bytearray) else memory.address
-        self._numbers = numbers
-        width = _padded(ranks)
-        asleep = memoryview(memory)[sleepers + rank * width :][:width].cast("q")
-        self.advance = _advancing(numbers[rank], base + places[rank], asleep)
-        self._others = [
-            _Other(other, numbers[other], base + places[other], sleepers + other * width + rank)
-            for other in ((rank + step) % ranks for step in range(1, ranks))
-        ]
-
-    @staticmethod
-    def nbytes_of_sleepers(ranks: int) -> int:
-        """Bytes of memory that sleepers need."""
-        return ranks * _padded(ranks)
-
-    def of(self, rank: int) -> int:
-        """A rank's number."""
-        return self._numbers[rank][0]
-
-    def wait_for_all(self, least: int, unless: Callable[[int], bool] | None = None) -> bool:
-        """Returns when every rank's number is at least that, or `unless(rank)` says of one that it will not be.
-
-        Whether all are.
-        """
+    def for_all(self, least: int, unless: Callable[[int], bool] | None = None) -> bool:
         for other in self._others:  # noqa: SIM110, every barrier asks, and a loop is faster
             if other.number[0] < least and not self._wait(other, least, unless):
                 return False
@@ -167,24 +136,74 @@ class Counters:
             self._memory[other.asleep] = 0
 
 
+class Counters:
+    """The numbers of the ranks of a node, as seen by one of them.
+
+    memory: shared by them, and zero at first; private to a rank that is alone.
+    start, sleepers: bytes of it at which the numbers, one every `STRIDE` bytes, and the `nbytes_of_sleepers` begin.
+    crowded: whether the node has more ranks than cores.
+
+    advance: this rank's number grows to that which it is given, which wakes who sleeps for it.
+    wait_for_all: given a number, returns when every rank's is at least that, or `unless(rank)`, if that is given too,
+        says of one that it will not be; whether all are.
+    in_c: `native.Numbers`, whose methods these two are; None where there is no C.
+    """
+
+    def __init__(
+        self, memory: SharedMemory | bytearray, start: int, sleepers: int, rank: int, ranks: int, *, crowded: bool
+    ) -> None:
+        polls = (_CROWDED_LOOKS, _CROWDED_YIELDS) if crowded else (_LOOKS, _YIELDS)
+        places = [start + other * STRIDE for other in range(ranks)]
+        numbers = [memoryview(memory)[place : place + 8].cast("q") for place in places]
+        base = 0 if isinstance(memory, bytearray) else memory.address
+        self._numbers = numbers
+        width = _padded(ranks)
+        asleep = memoryview(memory)[sleepers + rank * width :][:width].cast("q")
+        wake = partial(_wake, base + places[rank])
+        self._others = [
+            _Other(other, numbers[other], base + places[other], sleepers + other * width + rank)
+            for other in ((rank + step) % ranks for step in range(1, ranks))
+        ]
+        waiting = _Waiting(memory, self._others, *polls)
+        self.in_c: Any = None
+        if compiled is None:
+            self.advance, self.wait_for_all = _advancing(numbers[rank], asleep, wake), waiting.for_all
+            return
+        polls = polls if crowded else (_LOOKS_IN_C, _YIELDS_IN_C)
+        others = tuple(other.number for other in self._others)
+        self.in_c = compiled.Numbers(numbers[rank], others, asleep, wake, *polls, waiting.for_all)
+        self.advance, self.wait_for_all = self.in_c.advance, self.in_c.wait_for_all
+
+    @staticmethod
+    def nbytes_of_sleepers(ranks: int) -> int:
+        """Bytes of memory that sleepers need."""
+        return ranks * _padded(ranks)
+
+    def of(self, rank: int) -> int:
+        """A rank's number."""
+        return self._numbers[rank][0]
+
+
 def _padded(ranks: int) -> int:
     """A byte for each rank, in whole words."""
     return -(-ranks // _WORD) * _WORD
 
 
-def _advancing(own: memoryview, address: int, asleep: memoryview) -> Callable[[int], None]:
+def _wake(address: int) -> None:
+    """Wakes who sleeps for the number at that address."""
+    if _futex is not None:
+        _futex(address, _WAKE, _EVERYBODY)
+
+
+def _advancing(own: memoryview, asleep: memoryview, wake: Callable[[], None]) -> Callable[[int], None]:
     """Returns a function by which a rank's number grows to that which it is given, and wakes who sleeps for it.
 
-    own: the number, which lies at that address.
+    own: the number.
     asleep: words that say who sleeps. Every operation of a group calls it: names of a function take half the time of an
         object's, a word a third of that of a piece of the memory.
     """
     fence = threading.Lock()
     begin_fence, end_fence = fence.acquire, fence.release  # half the time of a `with`
-
-    def wake() -> None:
-        if _futex is not None:
-            _futex(address, _WAKE, _EVERYBODY)
 
     def advance(number: int) -> None:
         own[0] = number

@@ -16,7 +16,14 @@ from typing import Any
 
 from mpi4py import MPI
 
+from ..native import compiled
+
 _SHORTEST_NAP, _LONGEST_NAP = 2e-5, 2e-4  # seconds
+
+
+def always() -> bool:
+    """The program waits for what runs in its own thread."""
+    return True
 
 
 class _Local(threading.local):
@@ -27,7 +34,7 @@ class _Local(threading.local):
     all_in_background: all ranks run the operation in a thread that is not the program's.
     """
 
-    caller_is_waiting: Callable[[], bool] = staticmethod(lambda: True)
+    caller_is_waiting: Callable[[], bool] = staticmethod(always)
     may_sleep = False
     all_in_background = False
 
@@ -36,8 +43,13 @@ _local = _Local()
 
 
 def enter_background(caller_is_waiting: Callable[[], bool], *, may_sleep: bool) -> None:
-    """Marks this thread as one that runs operations for the program's thread; see `_Local`."""
+    """Marks this thread as one that runs operations for the program's thread; see `_Local`.
+
+    caller_is_waiting: with `always` it is none, but the program's own.
+    """
     _local.caller_is_waiting, _local.may_sleep = caller_is_waiting, may_sleep
+    if compiled is not None:
+        compiled.in_background(caller_is_waiting is not always)
 
 
 def caller_is_waiting() -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 _NOTHING = nullcontext()
+PROFILER = vars(torch.autograd.profiler)  # "_is_profiler_enabled" in it: whether one is on in any thread
 is_profiled = torch.autograd._profiler_enabled  # in this thread
 
 

@@ -16,7 +16,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..memory.counters import STRIDE, Counters
 
@@ -180,8 +180,7 @@ class Positions:
         collective = self._collective
         collective[2] = AFTER
         collective[1] = CODES[operation]
-        if detail is not self._written:
-            self._memory[self._words] = self._written = detail
+        self._memory[self._words] = self._written = detail
         self._entered.advance(number)
         collective[2] = _QUEUED if queued else _INSIDE
 
@@ -201,6 +200,11 @@ class Positions:
             collective[2] = _INSIDE
 
         return enter
+
+    def in_c(self, operation: str) -> dict[str, Any]:
+        """What `native.AtOnce` notes an operation with: this rank's row, its words, the operation's code, Numbers."""
+        words = memoryview(self._memory)[self._words]
+        return {"row": self._collective, "words": words, "code": CODES[operation], "numbers": self._entered.in_c}
 
     def leave(self, *, failed: bool = False) -> None:
         """Notes that this rank has ended the operation. failed: by an exception."""

@@ -69,7 +69,8 @@ def lines(facts: list[dict[str, Any]], speed: dict[str, Any], found: list[Findin
     aware = {True: "aware of CUDA", False: "not aware of CUDA", None: "does not tell of CUDA"}[mpi["cuda_aware"]]
     text = [
         f"MPI       {mpi['library']}, MPI {mpi['standard']}, threads: {mpi['threads']}, {aware}",
-        f"Python    {versions['python']}, torch {versions['torch']}",
+        f"Python    {versions['python']}, torch {versions['torch']}; the part in C is "
+        f"{'compiled' if first['compiled'] else 'not compiled'}",
         f"job       {count(len(facts), 'rank')} on {count(first['nodes'], 'node')}",
     ]
     for fact, ranks in by_host(facts):

@@ -34,7 +34,7 @@ def findings(facts: Facts, speed: dict[str, Any]) -> list[Finding]:
     facts: of each rank.
     speed: see `speed.measure`.
     """
-    rules = (_world, _versions, _mpi, _shared_memory, _threads, _pinning, _gpus)
+    rules = (_world, _versions, _mpi, _compiled, _shared_memory, _threads, _pinning, _gpus)
     found = [finding for rule in rules for finding in rule(facts)] + list(_speed(facts, speed))
     return sorted(found, key=lambda finding: not finding.problem)
 
@@ -70,6 +70,16 @@ def _mpi(facts: Facts) -> Iterator[Finding]:
             True,
             f"the MPI library gives threads the level {level!r}; asynchronous operations need 'multiple'",
             "leave mpi4py.rc.thread_level as it is, or use an MPI that is built with MPI_THREAD_MULTIPLE",
+        )
+
+
+def _compiled(facts: Facts) -> Iterator[Finding]:
+    without = [fact["rank"] for fact in facts if not fact["compiled"]]
+    if without:
+        yield Finding(
+            False,
+            f"the part of mpidl in C is not used on rank {without[0]}: an operation on a few KiB takes some 3 us more",
+            "install a C compiler and Python's headers, then mpidl again; and do not set MPIDL_NATIVE=0",
         )
 
 

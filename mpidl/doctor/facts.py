@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from collectives import Communicator
-from collectives.diagnostics import about_mpi, directories, usable
+from collectives.diagnostics import about_mpi, directories, is_compiled, usable
 
 from ..job.control_group import cpu_quota, memory_limit
 
@@ -43,6 +43,7 @@ def facts_of_rank(comm: Communicator) -> dict[str, Any]:
             "mpi": about_mpi()["library"],
         },
         "mpi": about_mpi(),
+        "compiled": is_compiled(),
         "cores": sorted(usable()),
         "cores_of_machine": os.cpu_count() or 1,
         "quota": cpu_quota(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from collectives import ArgumentError, ArgumentTypeError, Communicator, OperationError
 from collectives.base import buffers
-from collectives.group import calls, issue
+from collectives.group import calls
 from collectives.prepared import PREPARED
 
 
@@ -134,9 +135,14 @@ def test_it_is_refused_once_the_communicator_is_closed() -> None:
 def test_a_failure_in_the_background_just_before_its_turn_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Communicator()
     x = np.ones(2)
+    turn = made._issuer.progress.turn
+
+    def acquire(blocking: bool = True) -> bool:  # what is in the background fails just before
+        made._refusal.give_up("something failed")
+        return turn.acquire(blocking)
+
+    monkeypatch.setattr(made._issuer.progress, "turn", SimpleNamespace(acquire=acquire, release=turn.release))
     call = made.prepare("all_reduce", x)
-    fail = made._refusal.give_up
-    monkeypatch.setattr(issue, "is_profiled", lambda: fail("something failed"))  # the last look before
     with pytest.raises(OperationError, match="something failed"):
         call()
     assert (x == 1).all()

@@ -54,7 +54,7 @@ def waiting(request: pytest.FixtureRequest) -> Iterator[None]:
     """The program is, or is not, waiting for what this thread does."""
     idle_wait.enter_background(lambda: request.param, may_sleep=False)
     yield
-    idle_wait.enter_background(lambda: True, may_sleep=False)
+    idle_wait.enter_background(idle_wait.always, may_sleep=False)
 
 
 @pytest.fixture

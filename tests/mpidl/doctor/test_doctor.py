@@ -28,6 +28,7 @@ def rank(number: int, **changes: Any) -> dict[str, Any]:
         "nodes": 1,
         "started": 4,
         "versions": {"python": "3.11", "torch": "2.13", "mpi": "MPICH"},
+        "compiled": True,
         "mpi": {"library": "MPICH", "standard": "4.1", "threads": "multiple", "cuda_aware": None},
         "cores": list(range(8)),
         "cores_of_machine": 8,
