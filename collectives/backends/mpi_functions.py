@@ -6,6 +6,7 @@ call is made of its addresses, counts and handles, and of those functions alone 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -62,10 +63,15 @@ _PARTS_SENT, _PARTS_RECEIVED = ("Alltoall", "Scatter"), ("Allgather", "Alltoall"
 
 
 def _addresses() -> dict[str, int]:
-    """Where the functions lie in the library that mpi4py has loaded."""
-    library = ctypes.CDLL(MPI.__file__)
-    found = {name: getattr(library, f"MPI_{name}", None) for name in _SHAPES}
-    return {name: ctypes.cast(f, ctypes.c_void_p).value or 0 for name, f in found.items() if f is not None}
+    """Where the functions lie: in the program itself, where a tool that counts calls puts its own, else in mpi4py's
+    library."""
+    found: dict[str, int] = {}
+    for library in (ctypes.CDLL(None), ctypes.CDLL(MPI.__file__)):
+        for name in _SHAPES:
+            with contextlib.suppress(AttributeError):
+                address = ctypes.cast(getattr(library, f"MPI_{name}"), ctypes.c_void_p).value
+                found.setdefault(name, address or 0)
+    return found
 
 
 _FUNCTIONS = _addresses() if compiled is not None else {}
