@@ -39,12 +39,11 @@ from .base.arguments import root_rank
 from .base.partition import Splits
 from .errors import ArgumentError
 from .group import details
-from .group.calls import of_root, refuse_shared, signature_of
+from .group.calls import of_root, refuse_shared, shortcut, signature_of
 from .group.division import GroupDivision
 from .group.issue import Plain
 from .group.memory import GroupMemory
 from .group.objects import GroupObjects
-from .group.shortcut import shortcut
 from .partitioned import PartitionedAllReduce
 from .prepared import NOT_YET, PREPARED, PreparedOperation
 from .process.idle_wait import background_on_all_ranks

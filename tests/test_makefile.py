@@ -38,7 +38,7 @@ exec "$@"
 def folder(tmp_path: Path) -> Path:
     """A copy of the Makefile, and an environment that it takes for finished."""
     shutil.copy(ROOT / "Makefile", tmp_path)
-    for name in ("setup.cfg", "pyproject.toml", "constraints.txt"):
+    for name in ("setup.cfg", "setup.py", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).touch()
     programs = tmp_path / ".venv" / "bin"
     programs.mkdir(parents=True)

@@ -144,7 +144,7 @@ class Library(Backend):
     def _reduction(
         self, name: str, arguments: tuple[Any, ...], op: Reduction, out: Buffer, unify: bool = False
     ) -> Call:
-        """The same, with what makes an average of a sum. unify: all NaNs of the result become the same bits."""
+        """Makes a reduction, and of a sum an average. unify: all NaNs of the result become the same bits."""
         ranks, dtype = self._comm.size, out.dtype
         call = _finished(collective(self._comm, name, *arguments, over_nodes=self._over_nodes), op, ranks, out)
         call = partial(_run_and_unify, call, out.flat) if unify else call

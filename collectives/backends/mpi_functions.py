@@ -20,7 +20,7 @@ _MOST = 2**31 - 1  # elements that these functions can count
 
 
 class Finish(NamedTuple):
-    """What follows a reduction, in the floating-point numbers of its result.
+    """Work that follows a reduction, in the floating-point numbers of its result.
 
     width: bytes of such a number, 4 or 8.
     numbers: how many; a complex one is two.

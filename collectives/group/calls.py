@@ -9,9 +9,11 @@ addresses and does not keep them alive. For a list of arrays the call is made an
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from functools import update_wrapper
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +31,7 @@ from . import details
 from .issue import Issuer, Prepared
 
 KEPT_CALLS = 4096  # of a few hundred bytes each
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _signature_of(array: Any) -> tuple[Any, ...] | None:
@@ -75,6 +78,27 @@ def of_root(name: str, array: Any, root: int, rank: int, size: int, *, writable:
     if data.size != size:
         raise ArgumentError(f"{name}: got {data.size} elements; needs {size}, the sum of all ranks' parts")
     return data
+
+
+def shortcut(method: Method) -> Method:
+    """A method that prepares and issues an operation, as one that finds it again; itself where there is no C.
+
+    Its arguments but for `async_op` and `timeout` are arrays or what an operation depends on.
+    """
+    if compiled is None:
+        return method
+    given = [p for p in inspect.signature(method).parameters.values() if p.name not in ("self", "async_op", "timeout")]
+    made: Any = compiled.Shortcut(
+        method=method,
+        name=method.__name__,
+        parameters=tuple(p.name for p in given),
+        defaults=tuple(... if p.default is p.empty else p.default for p in given),
+        by_position=sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in given),
+        not_yet=NOT_YET,
+    )
+    update_wrapper(made, method)
+    found: Method = made
+    return found
 
 
 class GroupCalls:

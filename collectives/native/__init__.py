@@ -1,4 +1,4 @@
-"""What every operation passes through, in C, where it could be compiled as this package was installed.
+"""Steps of every operation in C, where they could be compiled as this package was installed.
 
     signature           arrays.c        the look at an array by which a prepared operation is found again
     AtOnce              at_once.c       the issue of an operation that runs in the caller's thread

@@ -202,7 +202,7 @@ class Positions:
         return enter
 
     def in_c(self, operation: str) -> dict[str, Any]:
-        """What `native.AtOnce` notes an operation with: this rank's row, its words, the operation's code, Numbers."""
+        """Lists what `native.AtOnce` notes an operation with: this rank's row and words, its code, Numbers."""
         words = memoryview(self._memory)[self._words]
         return {"row": self._collective, "words": words, "code": CODES[operation], "numbers": self._entered.in_c}
 

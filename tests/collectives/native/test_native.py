@@ -143,7 +143,7 @@ def test_an_argument_that_only_equals_a_known_one_is_checked(comm: Communicator)
 
 @pytest.mark.mpi
 def test_an_array_in_the_place_of_another_is_another(comm: Communicator) -> None:
-    """The same address, with another length or type."""
+    """Even at the same address, with another length or type."""
     whole = torch.zeros(6)
     for x in (whole, whole[:3], whole.view(torch.int32), whole[:2].view(2, 1)):
         for _ in range(3):
