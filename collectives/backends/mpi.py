@@ -20,9 +20,8 @@ from ..base.partition import Splits
 from ..base.reduction import KERNELS, Reduction, mean, unify_nans
 from ..process.idle_wait import collective
 from .backend import Backend, Call, Resources
-from .mpi_functions import NOTHING, Finish, from_c
+from .mpi_functions import COUNTS, NOTHING, Finish, from_c
 
-_COUNTS = 2**31 - 1  # elements; not every MPI counts further
 _SMALL = 1 << 16  # bytes that a prepared call may keep
 
 _NUMERIC = {"sum": MPI.SUM, "avg": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
@@ -53,7 +52,7 @@ class Library(Backend):
     def suits(self, operation: str, dtype: DType, elements: int, op: Reduction | None, even: bool) -> bool:
         """Declines operators of this module's own, which are slow, and more elements than every MPI can count."""
         reduces = super().suits(operation, dtype, elements, op, even) and not _is_float_extremum(dtype, op)
-        return reduces and (not even or elements <= _COUNTS)
+        return reduces and (not even or elements <= COUNTS)
 
     def all_reduce(self, x: Buffer, op: Reduction) -> Call:
         """MPI_Allreduce, in place."""

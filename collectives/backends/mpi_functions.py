@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from ..native import compiled
 
-_MOST = 2**31 - 1  # elements that these functions can count
+COUNTS = 2**31 - 1  # elements; not every MPI counts further
 
 
 class Finish(NamedTuple):
@@ -100,7 +100,7 @@ def from_c(
     out, received = _place(target, ranks if name in _PARTS_RECEIVED else 1)
     if shape.op is not None:  # one count, of what a rank gets
         sent = received if isinstance(target, list) else sent
-    if max(sent, received) > _MOST:
+    if max(sent, received) > COUNTS:
         return None
     made: Callable[[], None] = compiled.MpiCall(
         function=function,

@@ -101,6 +101,13 @@ def shortcut(method: Method) -> Method:
     return found
 
 
+def _keep(kept: OrderedDict[tuple[Any, ...], Any], key: tuple[Any, ...], call: Any) -> None:
+    """Keeps a call, in the place of the oldest one if there are many."""
+    if len(kept) >= KEPT_CALLS:
+        kept.popitem(last=False)
+    kept[key] = call
+
+
 class GroupCalls:
     """The calls of one group's operations: choice of the algorithm, preparation, reuse.
 
@@ -143,10 +150,8 @@ class GroupCalls:
             return self._issuer.prepare(operation, self._dispatch.prepare(operation, algorithm, *checked), detail)
         free = [item.unowned() if isinstance(item, Buffer) else item for item in checked]
         call = self._issuer.prepare(operation, self._dispatch.prepare(operation, algorithm, *free), detail)
-        if len(self._kept) >= KEPT_CALLS:
-            self._kept.popitem(last=False)
         with contextlib.suppress(TypeError):  # an argument that is right and yet no key
-            self._kept[key] = call
+            _keep(self._kept, key, call)
         return call
 
     def forget(self) -> None:
@@ -156,9 +161,7 @@ class GroupCalls:
 
     def keep_shortcut(self, key: tuple[Any, ...], prepared: PreparedOperation) -> None:
         """Keeps an operation under the arguments that it was prepared for, for `shortcut`."""
-        if len(self.shortcuts) >= KEPT_CALLS:
-            self.shortcuts.popitem(last=False)
-        self.shortcuts[key] = prepared.at_once
+        _keep(self.shortcuts, key, prepared.at_once)
 
     def issue(self, call: Prepared, async_op: bool, timeout: Any, arrays: Any) -> Any:
         """Issues the call asynchronously or with a timeout, or not yet, if it is to be prepared only."""

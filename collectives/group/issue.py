@@ -124,12 +124,12 @@ class Issuer:
         It is run at once in half the time that `issue` takes, as names of a function are found faster than those of an
         object. It refers to this object and not to the Communicator, which is freed as soon as the program drops it.
         """
+
+        def otherwise(arrays: Any) -> None:
+            self.issue(operation, task, detail, False, arrays)
+
         if isinstance(task, Task):
-
-            def on_gpu(arrays: Any) -> None:
-                self.issue(operation, task, detail, False, arrays)
-
-            return Prepared(operation, task, detail, on_gpu)
+            return Prepared(operation, task, detail, otherwise)
         progress, positions, refusal = self.progress, self.positions, self.refusal
         waits = self._waits_for_all(task, queued=False)
         if compiled is not None:
@@ -144,8 +144,8 @@ class Issuer:
                 issuer=self,
                 task=task,
                 waits=waits,
-                otherwise=partial(self._issue_otherwise, operation, task, detail),
-                fail=partial(self._raise_of, operation),
+                otherwise=otherwise,
+                fail=partial(self._raise, operation),
             )
             return Prepared(operation, task, detail, made)
         queue, take_turn, end_turn = progress.queue, progress.turn.acquire, progress.turn.release
@@ -154,7 +154,7 @@ class Issuer:
 
         def at_once(arrays: Any) -> None:
             if queue or not take_turn(False):  # a compound operation has the turn while its parts run
-                self.issue(operation, task, detail, False, arrays)
+                otherwise(arrays)
                 return
             try:
                 # After the turn is taken, so that what an operation in the background has just done is seen.
@@ -167,20 +167,14 @@ class Issuer:
                             wait_for_all(number)
                         task()
                     except BaseException as error:
-                        self._raise(error, operation, number, arrays)
+                        self._raise(operation, error, number, arrays)
                     state[0] = after
             finally:
                 end_turn()
             if unusual:
-                self.issue(operation, task, detail, False, arrays)
+                otherwise(arrays)
 
         return Prepared(operation, task, detail, at_once)
-
-    def _issue_otherwise(self, operation: str, task: Call, detail: bytes, arrays: Any) -> None:
-        self.issue(operation, task, detail, False, arrays)
-
-    def _raise_of(self, operation: str, error: BaseException, number: int, arrays: Any) -> NoReturn:
-        self._raise(error, operation, number, arrays)
 
     def within(self, timeout: Any) -> Callable[..., Work | None]:
         """Returns what takes the place of `issue` for an operation with a timeout of its own, in seconds."""
@@ -237,7 +231,7 @@ class Issuer:
                 self.positions.wait_for_all(number)
             task()
         except BaseException as error:
-            self._raise(error, operation, number, arrays)
+            self._raise(operation, error, number, arrays)
         self.positions.leave()
 
     def _run_queued(self, operation: str, number: int, task: Plain, detail: bytes, async_op: bool, arrays: Any) -> None:
@@ -258,7 +252,7 @@ class Issuer:
         """Returns whether the node's ranks wait for each other before the operation, so that none polls for another."""
         return (queued or self._crowded) and not isinstance(task, MeetsInMemory)
 
-    def _raise(self, error: BaseException, operation: str, number: int, arrays: Any) -> NoReturn:
+    def _raise(self, operation: str, error: BaseException, number: int, arrays: Any) -> NoReturn:
         """Ends an operation that an exception, which is being handled, has ended."""
         told, parts = error, self.parts
         if isinstance(error, MismatchError):

@@ -78,7 +78,7 @@ def _compiled(facts: Facts) -> Iterator[Finding]:
     if without:
         yield Finding(
             False,
-            f"the part of mpidl in C is not used on rank {without[0]}: an operation on a few KiB takes some 3 us more",
+            f"the part of mpidl in C is not used on rank {without[0]}: an operation takes some 2 us more",
             "install a C compiler and Python's headers, then mpidl again; and do not set MPIDL_NATIVE=0",
         )
 

@@ -66,6 +66,7 @@ def test_a_machine_that_is_well_has_no_findings() -> None:
         ({"cores": [0, 1], "threads": 1}, True, "a: 4 ranks of 1 thread each on 2 cores"),
         ({"threads": 1}, False, "a: 4 ranks of 1 thread each on 8 cores: 4 cores would be idle"),
         ({"quota": 4.0}, True, "a: 4 ranks of 2 threads each on 4 cores"),
+        ({"compiled": False}, False, "the part of mpidl in C is not used on rank 0"),
         ({"gpus": ["H100"]}, False, "a has 1 of H100"),
     ],
 )
