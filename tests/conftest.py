@@ -30,6 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "one_node: is about ranks that share memory; left out over several hosts")
     config.addinivalue_line("markers", "at_most(ranks): left out on more ranks, which there are over several hosts")
     config.addinivalue_line("markers", "every_size: runs on 1, 2, 3 and 4 ranks also with --brief")
+    config.addinivalue_line("markers", "brief_on(ranks): with --brief runs on this number of ranks alone")
     config.addinivalue_line("markers", "each(parameter): with --brief a case of each of its values runs, not two")
     config.addinivalue_line("markers", "once: with --brief one case of it runs, not two")
     config.addinivalue_line("markers", "thorough(*cases): left out with --brief, or these cases of it")

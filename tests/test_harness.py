@@ -347,6 +347,9 @@ def test_a_brief_run_deals_cases_out_over_the_numbers_of_ranks(tmp_path: Path, m
         @pytest.mark.parametrize("way", "ab")
         @pytest.mark.parametrize("value", range(12))
         def test_each(value, way): pass
+        @pytest.mark.brief_on(2)
+        @pytest.mark.parametrize("case", range(8))
+        def test_on_two(case): pass
         @pytest.mark.every_size
         def test_everywhere(): pass
         @pytest.mark.thorough
@@ -375,6 +378,7 @@ def test_a_brief_run_deals_cases_out_over_the_numbers_of_ranks(tmp_path: Path, m
     assert sorted(value for ranks in (2, 3, 4) for value, _ in each[ranks]) == sorted(map(str, range(12)))
     assert all({way for _, way in each[ranks]} == {"a", "b"} for ranks in (2, 3, 4))
     assert each[5] == each[4]
+    assert [len([name for name in found[ranks] if "on_two" in name]) for ranks in (2, 3, 4, 5)] == [2, 0, 0, 0]
     assert all("test_everywhere" in names for names in found.values())
     assert ["test_here" in found[ranks] for ranks in (2, 3, 4, 5)] == [False, True, False, False]
     assert sum("test_two_numbers" in found[ranks] for ranks in (2, 3)) == 1
@@ -386,9 +390,9 @@ def test_a_brief_run_deals_cases_out_over_the_numbers_of_ranks(tmp_path: Path, m
         done = mpirun(ranks, *PYTEST, *options, cwd=tmp_path, **IMPORTABLE)
         twice[ranks] = re.findall(r"::(\S+) PASSED", done.stdout)
     others = [name for ranks in (1, 3, 4) for name in twice[ranks] if "everywhere" not in name and "three" not in name]
-    assert len(twice[2]) == 8 + 8 + 24 + 1 + 1 + 3 + 1
+    assert len(twice[2]) == 8 + 8 + 24 + 8 + 1 + 1 + 3 + 1
     assert sorted(others) == sorted([*(name for name in twice[2] if name in others), "test_here"])
-    assert len(others) == 8 + 8 + 24 + 1 + 1 + 1
+    assert len(others) == 8 + 8 + 24 + 8 + 1 + 1 + 1
 
 
 def test_mpirun_passes_on_output_status_and_changes_of_the_environment(mpirun: Launcher) -> None:

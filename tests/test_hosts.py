@@ -62,7 +62,7 @@ comm.all_reduce(np.ones(1000), algorithm="ring")
 AFTER = "which is after barrier (operation 1)"
 
 
-@pytest.mark.thorough("sleeps", "is stopped with all of its host")
+@pytest.mark.thorough
 @pytest.mark.limit(60)
 @pytest.mark.parametrize(
     ("ranks", "what", "missing"),
@@ -184,7 +184,7 @@ print("rank", comm.rank, "is right")
 """
 
 
-@pytest.mark.thorough("3")
+@pytest.mark.thorough
 @pytest.mark.limit(90)
 @pytest.mark.parametrize("number", [2, 3])
 def test_hosts_of_one_rank_send_16_bits_as_16_and_add_them_in_32(number: int) -> None:

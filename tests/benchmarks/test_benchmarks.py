@@ -23,7 +23,7 @@ DEEPSPEED = find_spec("deepspeed") is not None
 
 
 def test_engines_train_the_same(mpirun, tmp_path: Path, brief: bool) -> None:
-    engines = ["ddp", "zero3", "torch-ddp", "fsdp2"] if brief else [*ENGINES]
+    engines = ["ddp", "zero3", "torch-ddp"] if brief else [*ENGINES]
     path, picture = tmp_path / "rows.json", tmp_path / "picture.png"
     done = mpirun(
         2,

@@ -163,7 +163,6 @@ def test_overflow_and_invalid_values_are_results(comm: Communicator, algorithm: 
                 np.testing.assert_allclose(x[:5], np.array(expected, np.float32), rtol=1e-6)
 
 
-@pytest.mark.every_size
 @pytest.mark.each("algorithm")
 @pytest.mark.parametrize("algorithm", ["auto", *ALL_REDUCE, "mpi"])
 @pytest.mark.parametrize("op", OPERATORS)

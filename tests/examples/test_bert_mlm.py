@@ -91,6 +91,7 @@ def follows(found: dict, expected: dict) -> None:
         np.testing.assert_allclose(series(found[part], "accuracy"), series(expected[part], "accuracy"), atol=1e-9)
 
 
+@pytest.mark.thorough
 def test_a_world_of_one_writes_all_results(alone: SimpleNamespace) -> None:
     results = alone.results
     assert list(results) == ["world_size", "params", "steps", "held_out", "tokens_per_s", "step_ms_median"]

@@ -99,7 +99,7 @@ def test_a_second_run_goes_on_to_the_bit(saved: SimpleNamespace, name: str) -> N
     assert sorted(p.name for p in path.glob("step-*")) == ["step-00000004", "step-00000006"]  # two are kept
 
 
-@pytest.mark.thorough("4-2-1")
+@pytest.mark.thorough
 @pytest.mark.parametrize(("ranks", "stage", "batch"), [(1, 0, 4), (4, 2, 1)])
 def test_on_another_number_of_ranks_and_stage(
     saved: SimpleNamespace, text: Path, tmp_path: Path, ranks: int, stage: int, batch: int

@@ -103,6 +103,7 @@ def figures(done: SimpleNamespace, *names: str) -> list[list[float]]:
     return [[epoch[name] for name in names or epoch.keys() - {"seconds"}] for epoch in epochs]
 
 
+@pytest.mark.thorough
 def test_a_world_of_one_writes_all_results(alone: SimpleNamespace) -> None:
     results = alone.results
     assert (results["world_size"], results["model"], results["segments"]) == (1, "resnet18", 0)

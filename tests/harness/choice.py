@@ -17,10 +17,10 @@ begins with the first value, so that those that take long may stand where 2 rank
     on ranks            2     3     2       2     4
     and on 1 rank             1
 
-Marked `ranks`, each runs on one of these numbers. On more ranks, which there are only over several hosts, those of 4
-run. Marked `every_size`, all cases of a test run on
-all numbers. Marked `thorough`, a test, or those of its cases that the mark names, is left out: another one says nearly
-the same in less time.
+Marked `ranks`, each runs on one of these numbers. Marked `brief_on`, those of a test that are chosen run on that number, as
+on more ranks they would take long for what they import or repeat. On more ranks, which there are only over several
+hosts, those of 4 run. Marked `every_size`, all cases of a test run on all numbers. Marked `thorough`, a test, or those
+of its cases that the mark names, is left out: another one says nearly the same in less time.
 
 `--twice`: every case, thorough or not, on 2 ranks and on one of 1, 3 and 4. Without either all run on all numbers.
 """
@@ -69,6 +69,8 @@ def _elsewhere(cases: list[pytest.Item], ranks: int, begin: int) -> list[pytest.
         turns = {case: number for number, case in enumerate(_one_of_each(cases, mark.args[0]))}
 
     def is_here(case: pytest.Item) -> bool:
+        if mark := case.get_closest_marker("brief_on"):
+            return ranks == mark.args[0]
         turn = turns[case]
         if mark := case.get_closest_marker("ranks"):  # it has another number only over several hosts
             return ranks not in mark.args or mark.args[turn % len(mark.args)] == ranks

@@ -50,6 +50,7 @@ def test_groups_work_at_the_same_time_as_the_whole(comm: Communicator) -> None:
     group.close()
 
 
+@pytest.mark.brief_on(2)
 @pytest.mark.limit(600)  # over hosts, with more ranks than cores, each takes a tenth of a second
 def test_communicators_can_be_made_and_closed_again_and_again(comm: Communicator) -> None:
     """MPI has some two thousand communicators in all; leaking any would run out of them."""
@@ -76,6 +77,7 @@ def count_dropped(comm: Communicator) -> Callable[[], int]:
     return count
 
 
+@pytest.mark.brief_on(2)
 def test_dropped_communicators_are_freed_as_others_are_made(
     comm: Communicator, count_dropped: Callable[[], int]
 ) -> None:

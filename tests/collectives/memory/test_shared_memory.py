@@ -57,6 +57,7 @@ def test_memory_is_made_and_leaves_no_file(mpirun: Callable, program: Path, tmp_
     assert not list(folder.iterdir())
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not shutil.which("unshare"), reason="the program unshare is missing")
 def test_a_small_tmpfs_gives_way_to_a_file_with_a_warning(program: Path, tmp_path: Path) -> None:
     """One of 1 MiB, in a mount namespace of its own, where arrays of 4 MB are asked for."""

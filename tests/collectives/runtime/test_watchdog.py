@@ -122,6 +122,7 @@ def test_reductions_of_other_parts_are_named(job: Callable) -> None:
     assert "all_reduce avg of 2 parts of 200 float32 on rank 0, all_reduce sum of 3 float64 by mpi on rank 1;" in text
 
 
+@pytest.mark.thorough
 def test_a_rank_that_has_left_an_operation_by_an_exception_is_told_at_its_end(job: Callable) -> None:
     """Long before the limit, and not as one that has come like the others."""
     status, text, seconds = job(
@@ -244,6 +245,7 @@ def test_a_program_that_ends_while_an_operation_that_timed_out_is_under_way_ends
         assert "not arrived: rank 0, which is at the end of its program, after an exception in operation 1" in text
 
 
+@pytest.mark.thorough
 def test_a_rank_that_has_left_is_noticed_long_before_the_limit(job: Callable) -> None:
     status, text, seconds = job("if rank == 2:\n    sys.exit()\ncomm.all_reduce(x)")
     assert status != 0

@@ -163,6 +163,7 @@ def test_nothing_is_loaded_ahead_without_prefetch() -> None:
     assert data.threads == {threading.get_ident()}
 
 
+@pytest.mark.thorough("workers-KeyError")
 @pytest.mark.parametrize("error", [KeyError, FileNotFoundError, ConnectionResetError, EOFError])
 @pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
 def test_an_error_of_the_dataset_is_raised_in_its_place(settings: dict, error: type[Exception]) -> None:

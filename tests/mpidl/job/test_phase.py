@@ -118,7 +118,7 @@ run, optimizer = model, mpidl.ZeroOptimizer(model, torch.optim.SGD, stage=2, lr=
 """
 
 
-@pytest.mark.thorough("stage 2")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("engine", "waits", "where"),
     [

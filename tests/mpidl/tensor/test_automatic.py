@@ -285,7 +285,9 @@ def test_a_gated_network_whose_layers_get_what_it_has_computed_sums_the_gradient
 
 @pytest.mark.at_most(4)
 @pytest.mark.mpi
+@pytest.mark.brief_on(2)
 @pytest.mark.each("name")
+@pytest.mark.thorough(*(f"{name}-{pieces}" for name in MODELS for pieces in (False, True)))  # test_parity trains them
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", [*MODELS, *OTHERS])
 def test_gradients_are_those_of_one_process(

@@ -112,6 +112,7 @@ def resident() -> int:
     raise AssertionError("no such line")
 
 
+@pytest.mark.brief_on(2)
 @pytest.mark.each("engine")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_steps_leave_nothing_behind(comm, engine: str, fewer: Callable[[int], int]) -> None:

@@ -150,7 +150,7 @@ _GONE = "del model, optimizer\ngc.collect()\n"
 _PAUSE = "if comm.rank == {}:\n    time.sleep(4)\n"
 
 
-@pytest.mark.thorough("alive", "exit", "late", "close")
+@pytest.mark.thorough
 @pytest.mark.job
 @pytest.mark.parametrize(
     ("end", "status"),
