@@ -7,6 +7,8 @@
     int8, powersgd:4, ...     a name of mpidl.COMPRESSORS, with error feedback
     onebit                    1-bit Adam, which freezes v by its own rule
     diloco:50                 ranks by themselves, with an outer step at every 50th one
+    diloco:50 after 500       the same after 500 steps of averaged gradients
+    powersgd:4 after 500      a compressor after as many steps in full precision, not after as many as is its default
     int4 without feedback     a compressor or onebit without error feedback
 
 Names with commas stand between semicolons: --methods "fp32;powersgd:4,fp16". "dgc" needs its
@@ -38,12 +40,12 @@ import mpidl
 from collectives import Communicator
 from mpidl.data.corpora import read_corpus
 from mpidl.models.gpt2 import GPT2, GPT2Config
-from mpidl.optim import DiLoCo, OneBitAdam, one_bit_hook
+from mpidl.optim import DiLoCo, OneBitAdam, PostLocalSGDState, one_bit_hook, post_local_sgd_hook
 from mpidl.optim.schedules import warmup_cosine
 from network_methods import names_of
 
 WINDOW, WARM_UP = 64, 100
-WITHOUT, DILOCO = " without feedback", re.compile(r"diloco:([1-9]\d*)")
+WITHOUT, AFTER, DILOCO = " without feedback", re.compile(r" after ([1-9]\d*)$"), re.compile(r"diloco:([1-9]\d*)")
 ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
 
 
@@ -100,28 +102,42 @@ class Learner:
     sent: Callable[[int], float]
 
 
+def parts_of(method: str) -> tuple[str, bool, int | None]:
+    """A method's name, whether it feeds errors back, and how many first steps average gradients in full precision."""
+    name, feeds_back = method.removesuffix(WITHOUT), not method.endswith(WITHOUT)
+    after = AFTER.search(name)
+    return AFTER.sub("", name), feeds_back, None if after is None else int(after[1])
+
+
 def build(method: str, model: torch.nn.Module, comm: Communicator) -> Learner:
     """The method around a model."""
-    feeds_back, name = not method.endswith(WITHOUT), method.removesuffix(WITHOUT)
+    name, feeds_back, first = parts_of(method)
     elements = sum(p.numel() for p in model.parameters())
     in_full = 2 * (comm.size - 1) / comm.size * 4 * elements
-    if (local := DILOCO.fullmatch(method)) is not None:
-        period = int(local[1])
-        outer = DiLoCo(torch.optim.AdamW(model.parameters(), **ADAM), period, comm)
-        return Learner(model, outer, lambda steps: steps // period * in_full)
+    if (local := DILOCO.fullmatch(name)) is not None:
+        period, together = int(local[1]), first or 0
+        outer = DiLoCo(torch.optim.AdamW(model.parameters(), **ADAM), period, comm, warmup_steps=together)
+        call: Any = model
+        if together:
+            call = mpidl.DistributedDataParallel(model)
+            call.register_comm_hook(PostLocalSGDState(comm, averager=outer.averager), post_local_sgd_hook)
+        return Learner(call, outer, lambda steps: (min(steps, together) + max(0, steps - together) // period) * in_full)
     if name == "onebit":
         ddp = mpidl.DistributedDataParallel(model)
         few = OneBitAdam(model.parameters(), **ADAM, lr_warmup_steps=WARM_UP, error_feedback=feeds_back)
         ddp.register_comm_hook(few, one_bit_hook)
         return Learner(ddp, few, lambda steps: in_full * min(steps, few.frozen_at or steps) + few.sent_bytes)
-    compress, first, a_step = None, 0, in_full
+    compress, a_step = None, in_full
     if name != "fp32":
-        compress = mpidl.Compression(name, where="everywhere", error_feedback=None if feeds_back else False)
+        feedback = None if feeds_back else False
+        compress = mpidl.Compression(name, where="everywhere", error_feedback=feedback, start_step=first)
         made, shapes = compress.compressor(), [p.shape for p in model.parameters()]
-        first, a_step = made.start_step, made.sent_bytes(elements, comm.size, True, shapes)
+        first = made.start_step if first is None else first
+        a_step = made.sent_bytes(elements, comm.size, True, shapes)
     ddp = mpidl.DistributedDataParallel(model, compress=compress)
+    full = first or 0
     adam = torch.optim.AdamW(model.parameters(), **ADAM)
-    return Learner(ddp, adam, lambda steps: min(steps, first) * in_full + max(steps - first, 0) * a_step)
+    return Learner(ddp, adam, lambda steps: min(steps, full) * in_full + max(steps - full, 0) * a_step)
 
 
 def train(method: str, seed: int, text: tuple[torch.Tensor, torch.Tensor, int], options: Any) -> list[dict[str, Any]]:
@@ -222,8 +238,11 @@ def checked(options: argparse.Namespace, comm: Communicator) -> tuple[str, list[
     if options.windows < 1 or options.windows % comm.size:
         raise mpidl.UsageError(f"--windows: got {options.windows}; needs a multiple of the {comm.size} ranks")
     for method in options.methods:
-        name = method.removesuffix(WITHOUT)
-        if method != "fp32" and name != "onebit" and DILOCO.fullmatch(method) is None:
+        name, feeds_back, first = parts_of(method)
+        local = DILOCO.fullmatch(name) is not None
+        if (name in ("fp32", "onebit") and first) or ((name == "fp32" or local) and not feeds_back):
+            raise mpidl.UsageError(f"--methods: got {method!r}; {name} has no such variant")
+        if name not in ("fp32", "onebit") and not local:
             try:
                 mpidl.Compression(name)
             except mpidl.ConfigurationError as error:

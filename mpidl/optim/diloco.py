@@ -9,6 +9,8 @@ Douillard et al. 2025, "Streaming DiLoCo with overlapping communication" (fragme
 
     optimizer = mpidl.optim.DiLoCo(torch.optim.AdamW(model.parameters(), lr=3e-4), period=50)
 
+The paper's ranks begin with a model that has been trained together: `warmup_steps` does so.
+
 Fragments are stepped in turn, one every H / F steps. With `overlap` tau a fragment's reduction begins tau steps
 before its outer step, and runs while the ranks go on (`outer_steps`).
 """
@@ -33,7 +35,8 @@ _SGD = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 class DiLoCo(PostLocalSGDOptimizer):
     """Steps with `optimizer` on every rank by itself, and every `period` steps with an outer optimizer on the mean.
 
-    optimizer: any of torch.optim, of this rank's model: a plain one, not in a DistributedDataParallel over all ranks.
+    optimizer: any of torch.optim, of this rank's model: without warmup_steps a plain one, not in a
+        DistributedDataParallel over all ranks.
         Where the ranks of a node train together, of a DistributedDataParallel with process_group=node_group, or a
         ZeroOptimizer with process_group=node's, whose state and outer state are cut over the node.
     period: H, inner steps from one outer step of a parameter to the next.
@@ -48,6 +51,9 @@ class DiLoCo(PostLocalSGDOptimizer):
     compress: None, or what pseudo-gradients are sent in: "bf16", "int8" or "int4" (`gradients.compression`), each of
         whose methods keeps fp32 errors.
     error_feedback: add what rounding left to the next one.
+    warmup_steps: steps that come first, in which gradients are averaged over all ranks, by DistributedDataParallel with
+        `PostLocalSGDState(..., averager=optimizer.averager)` and `post_local_sgd_hook`; outer steps begin after them.
+        0 with a ZeroOptimizer.
 
     At construction all ranks get rank 0's weights. The arguments must be the same on every rank, and the parameters of
     the same shapes, on which groups are fixed. Every rank must make the same steps. After an outer step with mixing 0
@@ -75,6 +81,7 @@ class DiLoCo(PostLocalSGDOptimizer):
         mixing: float = 0.0,
         compress: str | None = None,
         error_feedback: bool = True,
+        warmup_steps: int = 0,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigurationError(f"optimizer: got {type(optimizer).__name__}; needs a torch.optim.Optimizer")
@@ -90,6 +97,7 @@ class DiLoCo(PostLocalSGDOptimizer):
             mixing,
             compress,
             error_feedback,
+            warmup_steps,
         )
         super().__init__(optimizer, outer)
 

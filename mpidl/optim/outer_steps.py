@@ -31,10 +31,8 @@ from .rank_mean import METHODS, RankMean, Reduction, across
 class OuterSteps:
     """The outer steps of DiLoCo: counts inner ones, and keeps theta_0. The arguments are DiLoCo's.
 
-    steps: inner steps that `step` has counted.
+    steps: inner steps that `step` has counted, the first `warmup_steps` among them.
     """
-
-    warmup_steps = 0  # from the first step on the ranks' weights differ
 
     def __init__(
         self,
@@ -49,26 +47,28 @@ class OuterSteps:
         mixing: float,
         compress: str | None,
         error_feedback: bool,
+        warmup_steps: int,
     ) -> None:
         self._zero = inner if hasattr(inner, "owned_weights") else None
         self.process_group, self.steps = comm, 0
 
         check_everywhere(comm, lambda: self._check(inner, comm, node, outer_class, period, fragments, overlap))
         check_everywhere(comm, lambda: _check_kinds(mixing, compress, error_feedback))
+        check_everywhere(comm, lambda: self._check_warmup(warmup_steps))
         self.period, self.fragments, self.overlap = period, fragments, overlap
         node = node if self._zero is None else self._zero.process_group
-        self.mixing, self.compress = float(mixing), compress
+        self.mixing, self.compress, self.warmup_steps = float(mixing), compress, warmup_steps
         self._parameters = [p for group in inner.param_groups for p in group["params"]]
         settings = {
             **{"period": period, "fragments": fragments, "overlap": overlap, "mixing": self.mixing},
-            **{"compress": compress, "error_feedback": bool(error_feedback)},
+            **{"compress": compress, "error_feedback": bool(error_feedback), "warmup_steps": warmup_steps},
             **{"outer_class": outer_class.__name__, **comparable(outer_settings)},
             "ranks of a node": 0 if node is None else node.size,
             "shapes": [tuple(p.shape) for p in self._parameters],
         }
         check_settings_agree(comm, "DiLoCo", settings)
         local = self._local()
-        holders = comm if self._zero is None or node is None else across(comm, node)
+        holders = self._holders = comm if self._zero is None or node is None else across(comm, node)
         self._cut = _cut([v.numel() for v in local], self.fragments)
         self._theta: list[torch.Tensor] = []
         self._globals: list[list[torch.Tensor]] = []  # of each fragment the views of its theta_0
@@ -77,8 +77,7 @@ class OuterSteps:
             dtype = torch.float32
             for values in members:
                 dtype = torch.promote_types(dtype, values.dtype)
-            flat = torch.cat([v.detach().reshape(-1).to(dtype) for v in members]) if members else torch.empty(0)
-            holders.broadcast(flat)
+            flat = torch.empty(sum(v.numel() for v in members), dtype=dtype)
             self._theta.append(flat)
             self._globals.append(_views(flat, members))
         self._outer_parameters = [[torch.nn.Parameter(view) for view in views] for views in self._globals]
@@ -88,9 +87,7 @@ class OuterSteps:
         within = None if self._zero is not None else node  # ranks of a ZeRO node hold unlike slices
         self._mean = RankMean(holders, within, sizes, compress, error_feedback)
         self._flying: Reduction | None = None
-        with self._writing():
-            for number in range(len(self._cut)):
-                self._show(number, 0.0)
+        self._take_up()
 
     def _check(
         self,
@@ -130,6 +127,10 @@ class OuterSteps:
         if self._zero.owned_weights().delays:  # type: ignore[union-attr]
             raise ConfigurationError("optimizer: got a ZeroOptimizer with delayed_update; needs it False")
 
+    def _check_warmup(self, steps: int) -> None:
+        fits = integer("warmup_steps", steps, 0) == 0 or self._zero is None
+        require("warmup_steps", steps, fits, "0 over a ZeroOptimizer, whose ranks average gradients in a node alone")
+
     # ---- weights ---------------------------------------------------------------------------------------------
 
     def _local(self) -> list[torch.Tensor]:
@@ -140,6 +141,16 @@ class OuterSteps:
 
     def _writing(self) -> AbstractContextManager[None]:
         return nullcontext() if self._zero is None else self._zero.owned_state().written()
+
+    @torch.no_grad()
+    def _take_up(self) -> None:
+        """Makes theta_0 the weights of rank 0, and all ranks' weights theta_0. Collective."""
+        with self._writing():
+            for number, (first, last) in enumerate(self._cut):
+                for own, outer in zip(self._local()[first:last], self._globals[number], strict=True):
+                    outer.copy_(own)
+                self._holders.broadcast(self._theta[number])
+                self._show(number, 0.0)
 
     @torch.no_grad()
     def _show(self, number: int, mixing: float) -> None:
@@ -156,11 +167,16 @@ class OuterSteps:
     def step(self) -> bool:
         """Counts an inner step; begins and makes outer steps that are due. Returns True if it made one. Collective."""
         self.steps += 1
-        merged = self._flying is not None and self._merge_at(self._flying.number, self.steps)
+        local = self.steps - self.warmup_steps
+        if local <= 0:
+            if local == 0:
+                self._take_up()
+            return False
+        merged = self._flying is not None and self._merge_at(self._flying.number, local)
         if merged:
             self._merge()
         for number in range(self.fragments):
-            if self._merge_at(number, self.steps + self.overlap):
+            if self._merge_at(number, local + self.overlap):
                 self._begin(number)
                 if not self.overlap:
                     self._merge()

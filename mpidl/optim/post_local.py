@@ -32,7 +32,14 @@ _GROUP = "process_group=, as mesh.along('dp', 'cp')"
 
 
 class Averager(Protocol):
-    """The averaging that an optimizer calls after each of its steps, and saves with its state."""
+    """The averaging that an optimizer calls after each of its steps, and saves with its state.
+
+    warmup_steps: how many first ones there are, in which gradients are averaged.
+    steps: how many `step` has counted.
+    """
+
+    warmup_steps: int
+    steps: int
 
     def step(self) -> bool:
         """Counts a step, and averages if it is time to. Returns True if it did. Collective."""
@@ -181,10 +188,11 @@ class PostLocalSGDState:
         start_step: int | None = None,
         local_group: Communicator | None = None,
         *,
-        averager: PeriodicAverager | None = None,
+        averager: Averager | None = None,
     ) -> None:
         if averager is not None:
-            require("averager", type(averager).__name__, isinstance(averager, PeriodicAverager), "a PeriodicAverager")
+            fits = all(hasattr(averager, name) for name in ("warmup_steps", "steps"))
+            require("averager", type(averager).__name__, fits, "a PeriodicAverager, or a DiLoCo's averager")
             warmup = averager.warmup_steps
             require("start_step", start_step, start_step in (None, warmup), f"the averager's warmup_steps, {warmup}")
             start_step = warmup

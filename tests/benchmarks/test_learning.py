@@ -38,6 +38,9 @@ def test_bytes_of_steps(comm) -> None:
     assert sent("powersgd:1", 12) == 10 * in_full + 2 * a_step
     assert sent("diloco:10", 29) == 2 * in_full
     assert sent("onebit", 3) == 3 * in_full
+    assert sent("powersgd:1 after 2", 3) == 2 * in_full + a_step
+    assert sent("diloco:10 after 5", 4) == 4 * in_full
+    assert sent("diloco:10 after 5", 29) == 7 * in_full
 
 
 @pytest.mark.thorough

@@ -17,8 +17,8 @@ begins with the first value, so that those that take long may stand where 2 rank
     on ranks            2     3     2       2     4
     and on 1 rank             1
 
-Marked `ranks`, each runs on one of these numbers. Marked `brief_on`, those of a test that are chosen run on that number, as
-on more ranks they would take long for what they import or repeat. On more ranks, which there are only over several
+Marked `ranks`, each runs on one of these numbers. Marked `brief_on`, those of a test that are chosen run on that one,
+as on more ranks they would take long for what they import or repeat. On more ranks, which there are only over several
 hosts, those of 4 run. Marked `every_size`, all cases of a test run on all numbers. Marked `thorough`, a test, or those
 of its cases that the mark names, is left out: another one says nearly the same in less time.
 

@@ -14,7 +14,7 @@ from torch import nn
 import mpidl
 from mpidl.errors import ConfigurationError, MpidlError, TrainingError
 from mpidl.job.objects import broadcast_object
-from mpidl.optim import DiLoCo
+from mpidl.optim import DiLoCo, PostLocalSGDState, post_local_sgd_hook
 from mpidl.optim.rank_mean import RankMean
 from tests.mpidl.optim.test_post_local import equal_on_all
 from tests.mpidl.small_models import MODELS, fresh, sequences
@@ -105,6 +105,46 @@ def test_with_a_step_of_plain_sgd_it_is_ddp(comm) -> None:
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=2e-6)
         assert equal_on_all(comm, q)
+
+
+@pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (2, 1)])
+def test_after_first_steps_of_averaged_gradients_it_is_as_if_it_began_there(comm, fragments: int, overlap: int) -> None:
+    settings: dict[str, Any] = {"fragments": fragments, "overlap": overlap}
+    early, late = parameters(), parameters()
+
+    def average(own: list[nn.Parameter], inner: Any, first: int, last: int) -> None:
+        for step in range(first, last):
+            for p, *gradients in zip(own, *(slope(step, rank) for rank in range(comm.size)), strict=True):
+                p.grad = torch.from_numpy(np.mean(gradients, 0))
+            inner.step()
+
+    inner = torch.optim.AdamW(late, lr=0.1)
+    average(late, inner, 0, 5)
+    expected = DiLoCo(inner, 6, comm, **settings)
+    optimizer = DiLoCo(torch.optim.AdamW(early, lr=0.1), 6, comm, warmup_steps=5, **settings)
+    average(early, optimizer, 0, 5)
+    assert all(torch.equal(a, b) for a, b in zip(early, late, strict=True))
+    for own, each in ((early, optimizer), (late, expected)):
+        steps(own, each, comm.rank, 5, 20)
+    assert all(torch.equal(a, b) for a, b in zip(early, late, strict=True))
+    theta = zip(optimizer.averager.global_parameters(), expected.averager.global_parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in theta)
+
+
+def test_ddp_averages_gradients_in_the_first_steps_alone(comm) -> None:
+    model = fresh(MODELS["gpt2"])
+    ddp = mpidl.DistributedDataParallel(model, process_group=comm)
+    optimizer = DiLoCo(torch.optim.AdamW(model.parameters(), lr=0.01), 3, comm, warmup_steps=2)
+    state = PostLocalSGDState(comm, averager=optimizer.averager)
+    ddp.register_comm_hook(state, post_local_sgd_hook)
+    same = []
+    for step in range(5):
+        x, y = sequences(step, comm.rank)
+        ddp(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        same.append(all(equal_on_all(comm, p) for p in model.parameters()))
+    assert same == [True, True, comm.size == 1, comm.size == 1, True]
 
 
 @pytest.mark.parametrize("outer", [torch.optim.AdamW, torch.optim.Adafactor, Replaces])
@@ -303,11 +343,16 @@ def test_arguments_that_cannot_work_are_refused_on_every_rank(comm) -> None:
         ({"outer_class": "sgd"}, "outer_class: got 'sgd'; needs a class of torch.optim"),
         ({"node_group": 2}, "node_group: got 2; needs None or a Communicator"),
         ({"outer_settings": {"speed": 1}}, "speed"),
+        ({"warmup_steps": -1}, "warmup_steps: got -1; needs an integer of at least 0"),
     ):
         given = {"period": 6, "process_group": comm, **settings}
         with pytest.raises((ConfigurationError, TypeError), match=message):
             DiLoCo(torch.optim.SGD(parameters(), lr=0.1), **given)
     if comm.size > 1:
+        node = comm.split(comm.rank)
+        alone = mpidl.ZeroOptimizer(fresh(MODELS["gpt2"]), torch.optim.SGD, 1, process_group=node, lr=0.1)
+        with pytest.raises(ConfigurationError, match="warmup_steps: got 1; needs 0 over a ZeroOptimizer"):
+            DiLoCo(alone, 4, comm, warmup_steps=1)
         with pytest.raises(MpidlError, match="period"):
             DiLoCo(torch.optim.SGD(parameters(), lr=0.1), 4 + comm.rank, comm)
         with pytest.raises(ConfigurationError, match="overlap"):
