@@ -62,7 +62,8 @@ class DiLoCo(PostLocalSGDOptimizer):
     the memory of the parameters once more, in fp32 for 16-bit ones, and SGD's momentum as much.
 
     Raises ConfigurationError on every rank for arguments that cannot work, and TrainingError, on every rank, for a
-    pseudo-gradient that is not finite, before theta_0 and the outer state are changed.
+    pseudo-gradient that is not finite, before theta_0 and the outer state are changed, and for weights that differ
+    after warmup_steps.
     """
 
     averager: OuterSteps

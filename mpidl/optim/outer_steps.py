@@ -170,7 +170,7 @@ class OuterSteps:
         local = self.steps - self.warmup_steps
         if local <= 0:
             if local == 0:
-                self._take_up()
+                self._end_warmup()
             return False
         merged = self._flying is not None and self._merge_at(self._flying.number, local)
         if merged:
@@ -185,6 +185,17 @@ class OuterSteps:
 
     def _merge_at(self, number: int, step: int) -> bool:
         return step % self.period == self.period * (number + 1) // self.fragments % self.period
+
+    def _end_warmup(self) -> None:
+        """Makes theta_0 the weights, which all ranks must have alike by now."""
+        own = torch.cat([v.detach().reshape(-1) for v in self._local()])
+        self._take_up()
+        differs = not torch.equal(own, torch.cat([v.detach().reshape(-1) for v in self._local()]))
+        if is_anywhere(self.process_group, differs):
+            raise TrainingError(
+                f"DiLoCo: ranks had other weights after the {self.warmup_steps} warmup_steps, in which gradients are "
+                "averaged; needs post_local_sgd_hook at a DistributedDataParallel over all ranks"
+            )
 
     @torch.no_grad()
     def _begin(self, number: int) -> None:

@@ -147,6 +147,15 @@ def test_ddp_averages_gradients_in_the_first_steps_alone(comm) -> None:
     assert same == [True, True, comm.size == 1, comm.size == 1, True]
 
 
+@pytest.mark.mpi(min_size=2)
+def test_gradients_that_nothing_averages_in_the_first_steps_are_told_at_their_end(comm) -> None:
+    own = parameters()
+    optimizer = DiLoCo(torch.optim.SGD(own, lr=0.1), 3, comm, warmup_steps=2)
+    steps(own, optimizer, comm.rank, 0, 1)
+    with pytest.raises(TrainingError, match=r"other weights after the 2 warmup_steps.*post_local_sgd_hook"):
+        steps(own, optimizer, comm.rank, 1, 2)
+
+
 @pytest.mark.parametrize("outer", [torch.optim.AdamW, torch.optim.Adafactor, Replaces])
 def test_any_class_steps_on_the_mean(comm, outer: Any) -> None:
     own = parameters(torch.float32)
