@@ -187,7 +187,7 @@ class OuterSteps:
         return step % self.period == self.period * (number + 1) // self.fragments % self.period
 
     def _end_warmup(self) -> None:
-        """Makes theta_0 the weights, which all ranks must have alike by now."""
+        """Makes theta_0 the weights, which must be equal on all ranks by now."""
         own = torch.cat([v.detach().reshape(-1) for v in self._local()])
         self._take_up()
         differs = not torch.equal(own, torch.cat([v.detach().reshape(-1) for v in self._local()]))
