@@ -20,7 +20,7 @@ import importlib
 import os
 from types import ModuleType
 
-VERSION = 1  # of module.c; a module that was compiled from other sources than these is not used
+VERSION = 2  # of module.c; a module that was compiled from other sources than these is not used
 
 
 def _load() -> ModuleType | None:

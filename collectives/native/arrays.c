@@ -30,7 +30,7 @@ static int (*describe)(void *, Described *);
 static PyObject *dtypes[KINDS][LARGEST + 1];
 static PyObject *shared;    /* a dict, empty where no memory is one for all ranks */
 static PyObject *elsewhere; /* the function in Python, which knows all arrays */
-static PyObject *name_dtype, *name_is_neg;
+static PyObject *name_dtype, *name_is_neg, *one_for_all_said;
 
 /* look_at(ndarray, tensor types, exchange, dtypes, shared, elsewhere): says what `signature` works with.
 
@@ -63,6 +63,8 @@ PyObject *look_at(PyObject *module, PyObject *arguments)
         name_dtype = PyUnicode_InternFromString("dtype");
     if (name_is_neg == NULL)
         name_is_neg = PyUnicode_InternFromString("is_neg");
+    if (one_for_all_said == NULL)
+        one_for_all_said = PyUnicode_InternFromString("one for all"); /* as in group/calls.py:_signature_of */
     Py_RETURN_NONE;
 }
 
@@ -70,6 +72,18 @@ static PyObject *in_python(PyObject *array)
 {
     PyErr_Clear();
     return PyObject_CallOneArg(elsewhere, array);
+}
+
+/* Whether memory there is the same for all ranks of the node. Nothing here runs the collector, which may free such. */
+static int is_one_for_all(const void *place)
+{
+    Py_ssize_t at = 0;
+    PyObject *number, *span;
+    while (PyDict_Next(shared, &at, &number, &span))
+        if ((uintptr_t)place >= PyLong_AsSize_t(PyTuple_GET_ITEM(span, 0)) &&
+            (uintptr_t)place < PyLong_AsSize_t(PyTuple_GET_ITEM(span, 1)))
+            return 1;
+    return 0;
 }
 
 static PyObject *of_array(PyObject *array)
@@ -86,7 +100,10 @@ static PyObject *of_array(PyObject *array)
     PyObject *dtype = PyObject_GetAttr(array, name_dtype);
     if (dtype == NULL)
         return NULL;
-    return Py_BuildValue("NnNO", PyLong_FromVoidPtr(place), size, dtype, writeable ? Py_True : Py_False);
+    PyObject *may_write = writeable ? Py_True : Py_False;
+    if (is_one_for_all(place))
+        return Py_BuildValue("NnNOO", PyLong_FromVoidPtr(place), size, dtype, may_write, one_for_all_said);
+    return Py_BuildValue("NnNO", PyLong_FromVoidPtr(place), size, dtype, may_write);
 }
 
 static int is_contiguous(const Described *seen)
@@ -115,7 +132,10 @@ static PyObject *of_tensor(PyObject *tensor)
     int64_t elements = 1;
     for (int i = 0; i < seen.dimensions; i++)
         elements *= seen.shape[i];
-    return Py_BuildValue("NLO", PyLong_FromVoidPtr((char *)seen.data + seen.byte_offset), (long long)elements, dtype);
+    char *place = (char *)seen.data + seen.byte_offset;
+    if (is_one_for_all(place))
+        return Py_BuildValue("NLOO", PyLong_FromVoidPtr(place), (long long)elements, dtype, one_for_all_said);
+    return Py_BuildValue("NLO", PyLong_FromVoidPtr(place), (long long)elements, dtype);
 }
 
 static int is_plain_tensor(PyObject *object)
@@ -135,9 +155,9 @@ int is_plain_array(PyObject *object)
 /* signature(array): as the function in Python. */
 PyObject *signature(PyObject *module, PyObject *array)
 {
-    if (PyDict_GET_SIZE(shared) == 0 && Py_TYPE(array) == array_type)
+    if (Py_TYPE(array) == array_type)
         return of_array(array);
-    if (PyDict_GET_SIZE(shared) == 0 && is_plain_tensor(array))
+    if (is_plain_tensor(array))
         return of_tensor(array);
     return in_python(array);
 }

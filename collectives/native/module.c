@@ -14,7 +14,7 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "compiled",
 PyMODINIT_FUNC PyInit_compiled(void)
 {
     PyObject *made = PyModule_Create(&module);
-    if (made == NULL || PyModule_AddIntConstant(made, "VERSION", 1) < 0 || intern_at_once() < 0 || intern_shortcut() < 0 || PyModule_AddType(made, &AtOnceType) < 0 ||
+    if (made == NULL || PyModule_AddIntConstant(made, "VERSION", 2) < 0 || intern_at_once() < 0 || intern_shortcut() < 0 || PyModule_AddType(made, &AtOnceType) < 0 ||
         PyModule_AddType(made, &MpiCallType) < 0 || PyModule_AddType(made, &NumbersType) < 0 ||
         PyModule_AddType(made, &ShortcutType) < 0) {
         Py_XDECREF(made);

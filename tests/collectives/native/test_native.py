@@ -23,6 +23,7 @@ from collectives.backends.mpi_functions import NOTHING, from_c
 from collectives.base import buffers
 from collectives.base.buffers import DTYPES
 from collectives.group import calls
+from collectives.memory import shared_memory
 from collectives.native import compiled
 from collectives.runtime.positions import NO_WORDS
 
@@ -86,6 +87,42 @@ def test_memory_that_is_one_for_all_has_another_signature(comm: Communicator) ->
         assert seen is not None
         assert seen[-1] == "one for all"
     comm.barrier()
+
+
+class Span:
+    """Memory that is noted as one for all ranks: that of an array."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.address, self._nbytes = array.ctypes.data, array.nbytes
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+
+@only_compiled
+@pytest.mark.parametrize("make", [np.asarray, torch.from_numpy])
+def test_arrays_are_seen_from_c_while_some_are_one_for_all(make: Callable[[Any], Any]) -> None:
+    memory = np.zeros(12)
+    span = Span(memory[4:8])
+    shared_memory.note_one_for_all(span)
+    asked: list[Any] = []
+    given = (
+        np.ndarray,
+        buffers.PLAIN_TENSORS,
+        getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
+        calls._kinds(),
+    )
+    try:
+        compiled.look_at(*given, shared_memory.one_for_all, asked.append)
+        for place in range(12):
+            array = make(memory[place:])
+            found, expected = calls.signature_of(array), calls._signature_of(array)
+            assert found == expected
+            assert found is not None
+            assert (found[-1] == "one for all") == (4 <= place < 8)
+    finally:
+        calls._from_c()
+    assert asked == []
 
 
 @pytest.mark.mpi
