@@ -127,15 +127,14 @@ def build(method: str, model: torch.nn.Module, comm: Communicator) -> Learner:
         few = OneBitAdam(model.parameters(), **ADAM, lr_warmup_steps=WARM_UP, error_feedback=feeds_back)
         ddp.register_comm_hook(few, one_bit_hook)
         return Learner(ddp, few, lambda steps: in_full * min(steps, few.frozen_at or steps) + few.sent_bytes)
-    compress, a_step = None, in_full
+    compress, full, a_step = None, 0, in_full
     if name != "fp32":
         feedback = None if feeds_back else False
         compress = mpidl.Compression(name, where="everywhere", error_feedback=feedback, start_step=first)
         made, shapes = compress.compressor(), [p.shape for p in model.parameters()]
-        first = made.start_step if first is None else first
+        full = made.start_step if first is None else first
         a_step = made.sent_bytes(elements, comm.size, True, shapes)
     ddp = mpidl.DistributedDataParallel(model, compress=compress)
-    full = first or 0
     adam = torch.optim.AdamW(model.parameters(), **ADAM)
     return Learner(ddp, adam, lambda steps: min(steps, full) * in_full + max(steps - full, 0) * a_step)
 

@@ -36,9 +36,9 @@ class DiLoCo(PostLocalSGDOptimizer):
     """Steps with `optimizer` on every rank by itself, and every `period` steps with an outer optimizer on the mean.
 
     optimizer: any of torch.optim, of this rank's model: without warmup_steps a plain one, not in a
-        DistributedDataParallel over all ranks.
-        Where the ranks of a node train together, of a DistributedDataParallel with process_group=node_group, or a
-        ZeroOptimizer with process_group=node's, whose state and outer state are cut over the node.
+        DistributedDataParallel over all ranks. Where the ranks of a node train together, of a DistributedDataParallel
+        with process_group=node_group, or a ZeroOptimizer with process_group=node's, whose state and outer state are cut
+        over the node.
     period: H, inner steps from one outer step of a parameter to the next.
     process_group: the Communicator of all ranks that train; by default the world.
     node_group: the Communicator of the ranks of this node, if they train together; as many ranks on every node. A

@@ -23,6 +23,7 @@ from ..errors import ConfigurationError, TrainingError
 from ..job.agreement import check_everywhere, is_anywhere
 from ..optimizer_trial import comparable
 from ..partial_steps import bring_back
+from ..replicas.checksums import checksum, difference
 from ..replicas.start_check import check_settings_agree
 from ..setting_checks import integer, require
 from .rank_mean import METHODS, RankMean, Reduction, across
@@ -188,14 +189,13 @@ class OuterSteps:
 
     def _end_warmup(self) -> None:
         """Makes theta_0 the weights, which must be equal on all ranks by now."""
-        own = torch.cat([v.detach().reshape(-1) for v in self._local()])
-        self._take_up()
-        differs = not torch.equal(own, torch.cat([v.detach().reshape(-1) for v in self._local()]))
-        if is_anywhere(self.process_group, differs):
+        sums = {f"parameter {number}": checksum(values) for number, values in enumerate(self._local())}
+        if (found := difference(self.process_group, sums)) is not None:
             raise TrainingError(
                 f"DiLoCo: ranks had other weights after the {self.warmup_steps} warmup_steps, in which gradients are "
-                "averaged; needs post_local_sgd_hook at a DistributedDataParallel over all ranks"
+                f"averaged; needs post_local_sgd_hook at a DistributedDataParallel over all ranks ({found})"
             )
+        self._take_up()
 
     @torch.no_grad()
     def _begin(self, number: int) -> None:
