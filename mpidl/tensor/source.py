@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import textwrap
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from types import FunctionType
 
 from torch import nn
@@ -93,15 +94,50 @@ def read_function(function: FunctionType) -> Method | str:
 def _methods(cls: type) -> list[Method]:
     found: dict[str, Method] = {}
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError, SyntaxError):
-            continue
-        body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-        for node in body:
-            if isinstance(node, ast.FunctionDef) and node.name != "__init__":
-                found.setdefault(node.name, _read(node, base.__module__))
+        for method in _written_in(base):
+            found.setdefault(method.name, method)
     return sorted(found.values(), key=lambda method: method.name != "forward")
+
+
+@cache
+def _written_in(cls: type) -> list[Method]:
+    node = _definition(cls)
+    methods = (each for each in (node.body if node else ()) if isinstance(each, ast.FunctionDef))
+    return [_read(method, cls.__module__) for method in methods if method.name != "__init__"]
+
+
+def _definition(cls: type) -> ast.ClassDef | None:
+    """Returns the syntax of a class; None where there is no source."""
+    try:
+        lines, _ = inspect.findsource(sys.modules[cls.__module__])
+        found = _classes("".join(lines)).get(cls.__qualname__, [])
+    except (KeyError, OSError, TypeError, SyntaxError):
+        return None
+    line = vars(cls).get("__firstlineno__")  # since Python 3.13: of several with one name, the one that was executed
+    return next((node for node in found if line in _first_lines(node)), found[0] if found else None)
+
+
+def _first_lines(node: ast.ClassDef) -> set[int]:
+    return {node.lineno, *(decorator.lineno for decorator in node.decorator_list)}
+
+
+@lru_cache(maxsize=2)  # the classes of a model are read one after the other, and most are of one module
+def _classes(source: str) -> dict[str, list[ast.ClassDef]]:
+    """Returns the classes of a module by their qualified names."""
+    found: dict[str, list[ast.ClassDef]] = {}
+
+    def look(outer: ast.AST, prefix: str) -> None:
+        for node in ast.iter_child_nodes(outer):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(prefix + node.name, []).append(node)
+                look(node, f"{prefix}{node.name}.")
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                look(node, f"{prefix}{node.name}.<locals>.")
+            elif isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+                look(node, prefix)
+
+    look(ast.parse(source), "")
+    return found
 
 
 def _read(node: ast.FunctionDef, written_in: str) -> Method:
