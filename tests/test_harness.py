@@ -336,34 +336,36 @@ def test_over_hosts_tests_run_at_all_numbers_of_ranks_or_say_so(suite: Callable)
     assert "2 passed, 3 deselected" in output
 
 
+CHOSEN_FROM = """
+@pytest.mark.parametrize("case", range(8))
+def test_dealt_out(case): pass
+@pytest.mark.once
+@pytest.mark.parametrize("case", range(8))
+def test_once(case): pass
+@pytest.mark.each("value")
+@pytest.mark.parametrize("way", "ab")
+@pytest.mark.parametrize("value", range(12))
+def test_each(value, way): pass
+@pytest.mark.brief_on(2)
+@pytest.mark.parametrize("case", range(8))
+def test_on_two(case): pass
+@pytest.mark.every_size
+def test_everywhere(): pass
+@pytest.mark.thorough
+def test_when_there_is_time(): pass
+@pytest.mark.every_size
+@pytest.mark.thorough("long", "longer")
+@pytest.mark.parametrize("case", ["short", "long", "longer"])
+def test_one_of_three(case): pass
+@pytest.mark.ranks(3)
+def test_here(): pass
+@pytest.mark.ranks(2, 3)
+def test_two_numbers(): pass
+"""
+
+
 def test_a_brief_run_deals_cases_out_over_the_numbers_of_ranks(tmp_path: Path, mpirun: Launcher) -> None:
-    body = """
-        @pytest.mark.parametrize("case", range(8))
-        def test_dealt_out(case): pass
-        @pytest.mark.once
-        @pytest.mark.parametrize("case", range(8))
-        def test_once(case): pass
-        @pytest.mark.each("value")
-        @pytest.mark.parametrize("way", "ab")
-        @pytest.mark.parametrize("value", range(12))
-        def test_each(value, way): pass
-        @pytest.mark.brief_on(2)
-        @pytest.mark.parametrize("case", range(8))
-        def test_on_two(case): pass
-        @pytest.mark.every_size
-        def test_everywhere(): pass
-        @pytest.mark.thorough
-        def test_when_there_is_time(): pass
-        @pytest.mark.every_size
-        @pytest.mark.thorough("long", "longer")
-        @pytest.mark.parametrize("case", ["short", "long", "longer"])
-        def test_one_of_three(case): pass
-        @pytest.mark.ranks(3)
-        def test_here(): pass
-        @pytest.mark.ranks(2, 3)
-        def test_two_numbers(): pass
-        """
-    write_suite(tmp_path, SUITE + textwrap.dedent(body))
+    write_suite(tmp_path, SUITE + CHOSEN_FROM)
     found: dict[int, list[str]] = {}
     for ranks in (2, 3, 4, 5):
         options = ("--only-mpi", "--brief", "-vv", f"--rootdir={tmp_path}")
@@ -384,6 +386,11 @@ def test_a_brief_run_deals_cases_out_over_the_numbers_of_ranks(tmp_path: Path, m
     assert sum("test_two_numbers" in found[ranks] for ranks in (2, 3)) == 1
     assert all("test_one_of_three[short]" in names for names in found.values())
     assert not any(name in str(found) for name in ("test_when_there_is_time", "long"))
+
+
+@pytest.mark.thorough
+def test_each_case_runs_on_two_ranks_and_on_another_number(tmp_path: Path, mpirun: Launcher) -> None:
+    write_suite(tmp_path, SUITE + CHOSEN_FROM)
     twice: dict[int, list[str]] = {}
     for ranks in (1, 2, 3, 4):
         options = ("--only-mpi", "--twice", "-vv", f"--rootdir={tmp_path}")

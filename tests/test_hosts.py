@@ -123,6 +123,7 @@ print("rank", comm.rank, "is right")
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(90)
 def test_ranks_of_two_hosts_reduce_over_shared_memory_and_the_network() -> None:
     """Parts of all sizes are those of the all-reduce, bit by bit."""

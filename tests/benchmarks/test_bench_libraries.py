@@ -47,6 +47,7 @@ def sides(auto: float, one_copy: float, own: float, size: int = 1 << 10) -> list
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(300)
 def test_a_library_is_measured_once_and_a_part_that_is_missing_later(tmp_path: Path) -> None:
     path, picture = tmp_path / "kept.json", tmp_path / "ratios.png"

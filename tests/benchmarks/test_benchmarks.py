@@ -179,6 +179,7 @@ def test_deepspeed_that_is_not_installed_is_one_line(mpirun) -> None:
     assert (done.returncode, done.stderr.count("error: --engines: DeepSpeed is not installed")) == (2, 1)
 
 
+@pytest.mark.thorough
 def test_barriers_are_timed_against_mpi_s(mpirun) -> None:
     done = mpirun(2, "benchmarks/bench_barrier.py", "--rounds=3", "--calls=20")
     assert done.returncode == 0, done.stderr

@@ -29,6 +29,7 @@ WRONG = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(150)
 def test_wrong_options_are_one_line_and_status_2(mpirun: Callable[..., Any], tmp_path: Path) -> None:
     """All in one job."""

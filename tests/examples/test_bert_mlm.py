@@ -217,6 +217,7 @@ def test_word_pieces(text: Path, tmp_path: Path) -> None:
     assert re.search(r"^was: +[A-Za-z\[\] ]+$", out, re.MULTILINE)
 
 
+@pytest.mark.thorough
 def test_wrong_use_is_one_line_and_status_2_on_every_rank_and_help_is_printed_once(
     text: Path, tmp_path: Path, weights: Callable[[int], Path]
 ) -> None:

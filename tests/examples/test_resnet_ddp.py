@@ -254,6 +254,7 @@ def test_synchronised_norms_follow_a_world_of_one(tmp_path: Path) -> None:
     assert figures(found["segments"]) == figures(found["plain"])
 
 
+@pytest.mark.thorough
 def test_wrong_use_is_one_line_and_status_2_on_every_rank(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "some" / "a").mkdir(parents=True)

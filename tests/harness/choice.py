@@ -3,7 +3,7 @@
     cases of a test     a  b  c  d  e  f  g        a  b        a
     two of them         a           e              a  b        a
     on ranks            3           2              2  4        3        each test begins elsewhere in 2 3 2 2 4 2
-    and on 1 rank       1                                      1
+    and on 1 rank       1                                               with every other one of 3
 
 Marked `once`, as all that train are, a test runs one of its cases, which is another one in each test, so that together
 they still go over all engines and stages.
@@ -34,7 +34,7 @@ import pytest
 
 _CASES = 2
 _ROUND = (2, 3, 2, 2, 4, 2)  # more ranks than cores take two and four times as long
-_WITH_1 = 3  # what 1 rank runs: a world of one shows little beyond what others do
+_WITH_1 = _ROUND.index(3)  # 1 rank runs this turn of every other round: a world of one shows little beyond the others
 _OTHERS = (1, 3, 4)  # in addition to 2, with --twice
 
 
@@ -74,7 +74,9 @@ def _elsewhere(cases: list[pytest.Item], ranks: int, begin: int) -> list[pytest.
         turn = turns[case]
         if mark := case.get_closest_marker("ranks"):  # it has another number only over several hosts
             return ranks not in mark.args or mark.args[turn % len(mark.args)] == ranks
-        return _ROUND[turn % len(_ROUND)] == (_WITH_1 if ranks == 1 else ranks)
+        if ranks == 1:
+            return turn % (2 * len(_ROUND)) == _WITH_1
+        return _ROUND[turn % len(_ROUND)] == ranks
 
     return [case for case in cases if case not in turns or not is_here(case)]
 

@@ -39,6 +39,7 @@ from .unread import has_nothing_for
 
 _DIFFERENT_TESTS = 3  # exit status
 _SHOWN = 10  # names in a message
+_FEW_MODULES = 100  # are gone through each time
 
 
 @dataclass
@@ -88,6 +89,7 @@ class Harness:
         self._stderr = open(os.dup(2), "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
         self._collection_errors: list[str] = []
         self._failed_before: list[str] = []
+        self._frozen_modules = 0
         self._agreement: Agreement | None = None
         who = "this process"
         if self._under_mpi:
@@ -150,8 +152,7 @@ class Harness:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """All ranks must have found the same tests, in the same order, and the same errors."""
-        gc.collect()
-        gc.freeze()  # modules stay: tests that look for garbage need not go through all of torch
+        self._freeze_modules()
         if self._agreement is None:
             return
         show_last_words(self._stderr)
@@ -160,6 +161,13 @@ class Harness:
             found = self._together("the collection", (names, self._collection_errors))
         if any(other != found[0] for other in found):
             pytest.exit(_difference(found), returncode=_DIFFERENT_TESTS)
+
+    def _freeze_modules(self) -> None:
+        """Modules stay: tests that look for garbage need not go through all of torch and what others have imported."""
+        if len(sys.modules) > self._frozen_modules + _FEW_MODULES:
+            gc.collect()
+            gc.freeze()
+            self._frozen_modules = len(sys.modules)
 
     def pytest_internalerror(self, excrepr: object) -> None:
         """Rank 0 shows its own."""
@@ -175,6 +183,7 @@ class Harness:
             reports, stop = _run(item, nextitem, in_step=self._agreement is not None)
             if self._agreement is not None:
                 stop = self._agree(item, reports, stop)
+        self._freeze_modules()
         for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)

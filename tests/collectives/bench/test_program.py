@@ -64,6 +64,7 @@ INJECTED = """if True:
 """
 
 
+@pytest.mark.thorough
 def test_a_wrong_result_is_counted_and_is_the_status(mpirun) -> None:
     done = mpirun(
         2, "-c", INJECTED, "all_gather,broadcast", "-b", 64, "-e", 64, "-n", 1, "--buffers=user", "--percentiles"

@@ -35,7 +35,7 @@ if comm.rank == 0:
 """
 
 
-@pytest.mark.thorough("sm,self")
+@pytest.mark.thorough
 @pytest.mark.job
 @pytest.mark.parametrize("transport", ["tcp,self", "sm,self"])
 def test_a_message_arrives_while_its_sender_waits_in_a_collective(transport: str) -> None:

@@ -340,7 +340,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.thorough("end-failure", "end-message", "close-failure", "close-mismatch")
+@pytest.mark.thorough("end-failure", "end-message", "close-failure", "close-mismatch", "close-message")
 @pytest.mark.parametrize("what", FAILURES)
 @pytest.mark.parametrize("end", ["", "comm.close()"], ids=["end", "close"])
 def test_a_failure_that_nothing_waits_for_fails_the_job(mpirun: Callable, tmp_path: Path, what: str, end: str) -> None:

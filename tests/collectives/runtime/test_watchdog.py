@@ -198,7 +198,7 @@ def test_the_limit_can_be_an_argument_and_goes_on_to_groups(job: Callable) -> No
     assert "not arrived: rank 2, which is after barrier (operation 1)" in text
 
 
-@pytest.mark.thorough("None-any rank")
+@pytest.mark.thorough
 @pytest.mark.parametrize(("source", "named"), [(2, "rank 2"), (None, "any rank")])
 def test_a_message_that_no_rank_sends(job: Callable, source: int | None, named: str) -> None:
     status, text, _ = job(
@@ -215,9 +215,9 @@ def test_a_message_that_no_rank_sends(job: Callable, source: int | None, named: 
     assert "not arrived: rank 2, which is after barrier (operation 1)" in text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("group", "number", "others"),
-    [("comm", 2, f"time.sleep({LONG})"), pytest.param("comm.duplicate()", 1, "", marks=pytest.mark.thorough)],
+    ("group", "number", "others"), [("comm", 2, f"time.sleep({LONG})"), ("comm.duplicate()", 1, "")]
 )
 def test_a_program_that_ends_while_an_operation_that_timed_out_is_under_way_ends_the_job(
     job: Callable, group: str, number: int, others: str

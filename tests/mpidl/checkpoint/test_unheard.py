@@ -27,7 +27,7 @@ save(folder, model, step=2, background=True)
 """
 
 
-@pytest.mark.thorough("True-sys.exit(75)-75", "False--0")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("where", "end", "status"), [("comm.rank == 1", "", 1), ("True", "sys.exit(75)", 75), ("False", "", 0)]
 )

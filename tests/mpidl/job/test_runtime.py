@@ -165,6 +165,7 @@ def test_another_error_is_told_with_the_first(job) -> None:
     assert "KeyError: 'reason 1'" in done.stderr
 
 
+@pytest.mark.thorough
 def test_an_exception_in_a_thread_ends_the_job_with_its_traceback(job) -> None:
     done = job(
         2,
@@ -235,7 +236,7 @@ def test_an_interrupt_of_all_ranks_ends_them_at_once_with_one_line(job, busy: st
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.thorough("interrupt", "interrupt behind")
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["interrupt", "interrupt behind", "exception behind"])
 def test_a_checkpoint_that_is_being_written_is_removed_and_no_other(job, tmp_path: Path, how: str) -> None:
     end = "raise KeyError('why')\n" if "exception" in how else "time.sleep(60)\n"

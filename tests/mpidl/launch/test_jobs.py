@@ -21,6 +21,7 @@ comm.barrier()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(120)
 @pytest.mark.job
 def test_a_killed_rank_is_named_with_the_operation_that_it_is_missing_from() -> None:

@@ -187,7 +187,7 @@ def test_a_rank_that_exits_in_the_middle_ends_the_job_with_its_status(where: str
     assert "rank 1, which is at the end of its program with status 5" in done.stderr
 
 
-@pytest.mark.thorough("forward")
+@pytest.mark.thorough
 @pytest.mark.job
 @pytest.mark.parametrize(
     "hook", ["register_forward_pre_hook(fail)", "inner.weight.register_hook(fail)"], ids=["forward", "backward"]
