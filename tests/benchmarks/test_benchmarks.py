@@ -22,6 +22,7 @@ ENGINES = ("ddp", "zero1", "zero2", "zero3", "torch-ddp", "fsdp2")
 DEEPSPEED = find_spec("deepspeed") is not None
 
 
+@pytest.mark.thorough
 def test_engines_train_the_same(mpirun, tmp_path: Path, brief: bool) -> None:
     engines = ["ddp", "zero3", "torch-ddp"] if brief else [*ENGINES]
     path, picture = tmp_path / "rows.json", tmp_path / "picture.png"

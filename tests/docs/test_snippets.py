@@ -12,8 +12,6 @@ from .snippets import ROOT, snippets
 
 ALL = snippets("python")
 HERE = [snippet.name for snippet in ALL if snippet.name not in NEEDS_A_GPU]
-IN_README = [name for name in HERE if name.startswith("README-")]
-IN_DOCS = [name for name in HERE if name not in IN_README]
 
 _ALONE = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}  # what needs a GPU is another test's
 
@@ -23,11 +21,11 @@ def test_there_is_a_setting_for_no_other_snippets() -> None:
     assert len(HERE) > 15
 
 
-@pytest.mark.parametrize("names", [pytest.param(IN_README, id="README"), pytest.param(IN_DOCS, id="docs")])
-def test_snippets_run_as_they_stand(names: list[str], mpirun: Callable[..., Any], tmp_path: Path) -> None:
-    job = mpirun(2, "-m", "tests.docs.run_snippets", tmp_path, *names, cwd=ROOT, timeout=120, **_ALONE)
+@pytest.mark.limit(240)  # all in one job
+def test_snippets_run_as_they_stand(mpirun: Callable[..., Any], tmp_path: Path) -> None:
+    job = mpirun(2, "-m", "tests.docs.run_snippets", tmp_path, *HERE, cwd=ROOT, timeout=220, **_ALONE)
     done = sorted(path.name.rpartition("-")[0] for path in tmp_path.glob("*.ok"))
-    assert done == sorted(names * 2), job.stdout + job.stderr
+    assert done == sorted(HERE * 2), job.stdout + job.stderr
     assert job.returncode == 0, job.stderr
 
 

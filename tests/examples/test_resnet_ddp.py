@@ -123,6 +123,7 @@ def test_a_world_of_one_writes_all_results(alone: SimpleNamespace) -> None:
     assert 50 < results["peak_rss_mib"] < 5000
 
 
+@pytest.mark.thorough
 def test_epochs_are_printed_and_drawn(alone: SimpleNamespace) -> None:
     lines = alone.stdout.splitlines()
     assert "DDP on 1 rank," in lines[0]

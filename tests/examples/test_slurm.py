@@ -98,6 +98,7 @@ def test_several_nodes_go_on_after_a_failure_and_pass_the_signal_on(slurm, tmp_p
     assert said[3:] == ["scontrol requeue 77"]
 
 
+@pytest.mark.thorough
 def test_a_job_that_is_cancelled_saves_and_does_not_come_back(slurm, tmp_path: Path) -> None:
     process, calls = slurm("several_nodes.sh", "wait")
     while not (tmp_path / "waits").exists():

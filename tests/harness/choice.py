@@ -2,7 +2,7 @@
 
     cases of a test     a  b  c  d  e  f  g        a  b        a
     two of them         a           e              a  b        a
-    on ranks            3           2              2  4        3        each test begins elsewhere in 2 3 2 2 4 2
+    on ranks            3           2              2  4        3        each test begins elsewhere in 2 3 2 2 2 4 2 2
     and on 1 rank       1                                               with every other one of 3
 
 Marked `once`, as all that train are, a test runs one of its cases, which is another one in each test, so that together
@@ -11,10 +11,10 @@ they still go over all engines and stages.
 Marked `each`, a test runs a case of every value of the parameter that the mark names, not two in all. The round
 begins with the first value, so that those that take long may stand where 2 ranks run them:
 
-    values of "model"   gpt2  bert  resnet  lstm  llama  ...
-    cases of the value  a b   a b   a b     a b   a b        the next ones in the next round
-    one of them         a     b     a       b     b
-    on ranks            2     3     2       2     4
+    values of "model"   gpt2  bert  resnet  lstm  llama  t5   ...
+    cases of the value  a b   a b   a b     a b   a b    a b        the next ones in the next round
+    one of them         a     b     a       b     a      b
+    on ranks            2     3     2       2     2      4
     and on 1 rank             1
 
 Marked `ranks`, each runs on one of these numbers. Marked `brief_on`, those of a test that are chosen run on that one,
@@ -33,7 +33,7 @@ from zlib import crc32
 import pytest
 
 _CASES = 2
-_ROUND = (2, 3, 2, 2, 4, 2)  # more ranks than cores take two and four times as long
+_ROUND = (2, 3, 2, 2, 2, 4, 2, 2)  # more ranks than cores take two and four times as long
 _WITH_1 = _ROUND.index(3)  # 1 rank runs this turn of every other round: a world of one shows little beyond the others
 _OTHERS = (1, 3, 4)  # in addition to 2, with --twice
 

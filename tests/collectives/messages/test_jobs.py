@@ -65,6 +65,7 @@ else:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.job
 def test_what_was_sent_arrives_after_the_end_of_the_sender_s_program() -> None:
     done = launch.mpirun(2, "-c", _ENDS, timeout=60)

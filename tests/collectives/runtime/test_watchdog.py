@@ -309,7 +309,7 @@ def test_a_stopped_rank_is_named_at_any_number_of_ranks(job: Callable, ranks: in
     assert f"not arrived: rank {ranks - 2}, which is after barrier (operation 1)\n" in text
 
 
-@pytest.mark.thorough("4", "8")
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_rank_that_is_stopped_inside_an_operation_is_named(job: Callable, ranks: int) -> None:
     """By the others, to whom it has come like all; also where it is the one that would report."""

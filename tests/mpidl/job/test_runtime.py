@@ -207,6 +207,7 @@ def test_a_forked_child_ends_for_itself(job) -> None:
     assert "ends the job" not in done.stderr
 
 
+@pytest.mark.thorough
 def test_the_status_of_a_rank_that_exits_while_others_wait_is_the_job_s(job) -> None:
     done = job(2, "if comm.rank:\n    sys.exit(3)\ncomm.barrier()")
     assert done.returncode == 3, done.stderr
