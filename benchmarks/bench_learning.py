@@ -15,8 +15,8 @@ Names with commas stand between semicolons: --methods "fp32;powersgd:4,fp16". "d
 momentum=0, as AdamW has one.
 
 The model has 4 layers of width 128, the text's characters as tokens, and windows of 64 of them; a step takes 12
-windows of all ranks together, or --windows. AdamW, a warm-up of 100 steps and a cosine, as small GPT-2s on this text
-are trained on a CPU elsewhere. A seed sets the weights and the windows, which are the same for all methods and any
+windows of all ranks together, or --windows. AdamW with a weight decay of matrices alone, a warm-up of 100 steps, a
+cosine and clipping at 1, as small GPT-2s on this text are trained on a CPU elsewhere. A seed sets the weights and the windows, which are the same for all methods and any
 number of ranks. Bytes are those that a rank sends, by the method's formula, with its first steps in full precision.
 All methods have run with a seed before the next one begins. A job that is ended goes on by the same command: what the
 file of --json has is not run again.
@@ -46,7 +46,7 @@ from network_methods import names_of
 
 WINDOW, WARM_UP = 64, 100
 WITHOUT, AFTER, DILOCO = " without feedback", re.compile(r" after ([1-9]\d*)$"), re.compile(r"diloco:([1-9]\d*)")
-ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
+ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}  # the decay is of matrices alone
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -109,6 +109,13 @@ def parts_of(method: str) -> tuple[str, bool, int | None]:
     return AFTER.sub("", name), feeds_back, None if after is None else int(after[1])
 
 
+def parameters_of(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """The groups for an optimizer: matrices, and what is not decayed."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+
+
 def build(method: str, model: torch.nn.Module, comm: Communicator) -> Learner:
     """The method around a model."""
     name, feeds_back, first = parts_of(method)
@@ -116,7 +123,7 @@ def build(method: str, model: torch.nn.Module, comm: Communicator) -> Learner:
     in_full = 2 * (comm.size - 1) / comm.size * 4 * elements
     if (local := DILOCO.fullmatch(name)) is not None:
         period, together = int(local[1]), first or 0
-        outer = DiLoCo(torch.optim.AdamW(model.parameters(), **ADAM), period, comm, warmup_steps=together)
+        outer = DiLoCo(torch.optim.AdamW(parameters_of(model), **ADAM), period, comm, warmup_steps=together)
         call: Any = model
         if together:
             call = mpidl.DistributedDataParallel(model)
@@ -124,7 +131,7 @@ def build(method: str, model: torch.nn.Module, comm: Communicator) -> Learner:
         return Learner(call, outer, lambda steps: (min(steps, together) + max(0, steps - together) // period) * in_full)
     if name == "onebit":
         ddp = mpidl.DistributedDataParallel(model)
-        few = OneBitAdam(model.parameters(), **ADAM, lr_warmup_steps=WARM_UP, error_feedback=feeds_back)
+        few = OneBitAdam(parameters_of(model), **ADAM, lr_warmup_steps=WARM_UP, error_feedback=feeds_back)
         ddp.register_comm_hook(few, one_bit_hook)
         return Learner(ddp, few, lambda steps: in_full * min(steps, few.frozen_at or steps) + few.sent_bytes)
     compress, full, a_step = None, 0, in_full
@@ -135,7 +142,7 @@ def build(method: str, model: torch.nn.Module, comm: Communicator) -> Learner:
         full = made.start_step if first is None else first
         a_step = made.sent_bytes(elements, comm.size, True, shapes)
     ddp = mpidl.DistributedDataParallel(model, compress=compress)
-    adam = torch.optim.AdamW(model.parameters(), **ADAM)
+    adam = torch.optim.AdamW(parameters_of(model), **ADAM)
     return Learner(ddp, adam, lambda steps: min(steps, full) * in_full + max(steps - full, 0) * a_step)
 
 

@@ -20,6 +20,9 @@ WRONG = {
     },
     "bench_learning": {
         "--methods=fp32,int9": "--methods: compress: got 'int9'; needs one of",
+        "--methods=fp32 after 5": "--methods: got 'fp32 after 5'; fp32 has no such variant",
+        "--methods=onebit after 5": "--methods: got 'onebit after 5'; onebit has no such variant",
+        "--methods=diloco:5 without feedback": "diloco:5 has no such variant",
         "--windows=13": "--windows: got 13; needs a multiple of the 2 ranks",
     },
     "bench_post_local": {"--methods=large,local:0": "--methods: got 'local:0'; needs any of small, large, local:STEPS"},

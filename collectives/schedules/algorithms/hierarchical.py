@@ -37,7 +37,6 @@ from ..schedule import reduce as reduce_step
 
 Nodes = tuple[tuple[int, ...], ...]  # the ranks of each node, ascending
 NAME = "hierarchical"
-MOVEMENTS = ("all_to_all", "gather", "scatter")
 
 
 @dataclass(frozen=True, slots=True)

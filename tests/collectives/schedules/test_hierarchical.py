@@ -13,7 +13,7 @@ from collectives.schedules.proof import verify
 from collectives.schedules.schedule import Kind, Schedule
 
 Nodes = hierarchical.Nodes
-OPERATIONS = (*hierarchical.MOVEMENTS, "reduce")
+OPERATIONS = ("all_to_all", "gather", "scatter", "reduce")
 
 
 def regular(nodes: int, local: int) -> Nodes:
