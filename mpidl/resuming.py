@@ -8,8 +8,8 @@
         kept.after(step + 1, options.steps)              saves where it is due; where a signal came, ends the job
 
 `--resume auto`, the default, goes on from the newest checkpoint that can be loaded; a directory in which none can be is
-an error, as to begin anew would in time remove what there is. So does a job that `mpidl.launch` has started again after
-it has saved one, whatever --resume says: that is of its first run.
+an error, as to begin anew would in time remove what there is. A job that `mpidl.launch` has started again goes on from
+its own newest checkpoint, whatever --resume says: the option holds for the first start.
 """
 
 from __future__ import annotations

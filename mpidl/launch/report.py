@@ -6,7 +6,7 @@
                     where a rank's line says that another rank's memory is gone, how that rank ended
 
 When a rank is killed its launcher kills the others, and MPICH's then names any of them. The system reports the ends of
-processes in their order, also to one who asks later (epoll on descriptors of processes):
+processes in their order, and keeps the order until it is asked (epoll on descriptors of processes):
 
     rank 1 is killed -> mpirun kills ranks 0 and 2 -> `look`: 1, 0, 2
 """

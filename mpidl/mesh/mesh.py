@@ -34,22 +34,22 @@ _EAGER = (("tp",), ("cp",), ("dp",), ("pp",), ("dp", "cp"), ("ep",), ("edp",))
 
 
 class Mesh:
-    """Named axes over the ranks of a Communicator.
+    """Named axes over the ranks of a Communicator, by their sizes, which are the same on every rank.
+
+    One size may be -1: what the others leave of the ranks.
 
     dp: data parallelism.
     pp: pipeline stages.
     tp: tensor parallelism.
     cp: context parallelism, ranks that hold parts of the same sequences.
-    ep: expert parallelism, a divisor of dp * cp (`layout` says why). Sizes; one may be -1, which stands for what the
-        others leave of the ranks. The same on every rank.
-    comm: the Communicator whose ranks it orders; by default the world, joined by `mpidl.init`.
+    ep: expert parallelism, a divisor of dp * cp (`layout` says why).
+    comm: the Communicator whose ranks it orders, also as an attribute; by default the world, joined by `mpidl.init`.
 
     Collective. It is open until `close` or the end of a `with` block; `groups` says what that means for the default
     group of engines. Raises one UsageError on every rank for sizes that do not fit or differ between ranks. Rank 0
     warns where tp groups cross nodes.
 
     layout: the coordinates of all ranks.
-    comm: all of them.
     coordinates: this rank's, by axis.
     axes: sizes by axis. Iterating gives the names of the axes.
     """

@@ -65,7 +65,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Classes that update every element by itself (AdamW, SGD, ...) step on slices. For others (Muon, Adafactor)
         each parameter has one rank that gets it whole for the step and keeps its state (`whole_steps`). Refused are
         those whose step depends on several parameters at once (LBFGS), or on sparse gradients.
-    stage: 1, 2 or 3. To be given, as a program that reads or changes weights must know whether they are cut.
+    stage: 1, 2 or 3. It has no default, as a program that reads or changes weights must know whether they are cut.
     params: as torch has it, parameters, or pairs with their names (which are not kept), or dictionaries of them with
         settings of their own; by default one group of all that require gradients. What trains must be in some group.
     process_group: the Communicator; by default the world.
@@ -92,7 +92,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         is cut over tp, those of its part.
     step_in_backward: the backward pass makes the step: a bucket's, or a unit's, shard is updated when its gradient has
         been reduced, which is then forgotten, so that no rank holds more gradients than those of a few of them.
-        `step()` has to follow as always, and only closes the books. What needs all gradients at once is refused:
+        `step()` has to follow as always, and only ends the step. What needs all gradients at once is refused:
         clipping, loss scaling, several reduced passes a step; so are offload, and classes whose step needs more than a
         slice, or counts steps by itself.
     compress: how gradients are sent with fewer bytes: "int8", "powersgd:4" (`mpidl.COMPRESSORS`), a `Compression` with

@@ -2,7 +2,7 @@
 
     strategy                 stage                  a rank keeps             before a parameter is read
     `ReplicatedParameters`   1 and 2                all parameters           wait for its bucket's all-gather
-    `NodeSharedParameters`   3 on one node          shards, in shared memory nothing
+    `NodeSharedParameters`   3 on one node          shards (shared)          nothing
     `ShardedParameters`      3 over several nodes   shards                   gather its unit, with the other ranks
 
 The optimizer's parts call a strategy only by the methods of `ParameterStrategy`. In the order of a step:

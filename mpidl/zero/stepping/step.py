@@ -1,16 +1,16 @@
 """A step of a ZeroOptimizer: every rank's inner optimizer on its slices, then new parameters for all.
 
-    local        the closure runs, if there is one
-    local        has this rank a reason not to step? (guard, foreign gradients, an open pass)
-    collective   release(): all ranks call it, and from here on this rank reads no parameter. It sends messages only
-                 with `ShardedParameters` (rounds), after which no rank reads one
-    collective   one all-reduce: reasons, which parameters any rank's passes reached, a fingerprint of the settings;
-                 after it no rank reads a parameter any more, whatever the strategy
-    collective   with tp, over the mesh in some steps: replicated gradients must be equal
-    collective   rank 0's buffers are broadcast
-    mostly local the inner optimizer steps on the slices; masters are rounded into the shards
-    collective   publish(): every rank sees the new parameters, at once or before it next reads one; left out where the
-                 inner optimizer has updated them whole on every rank (OneBitAdam)
+    local         the closure runs, if there is one
+    local         has this rank a reason not to step? (guard, foreign gradients, an open pass)
+    collective    release(): all ranks call it, and from here on this rank reads no parameter. It sends messages only
+                  with `ShardedParameters` (rounds), after which no rank reads one
+    collective    one all-reduce: reasons, which parameters any rank's passes reached, a fingerprint of the settings;
+                  after it no rank reads a parameter any more, whatever the strategy
+    collective    with tp, over the mesh in some steps: replicated gradients must be equal
+    collective    rank 0's buffers are broadcast
+    mostly local  the inner optimizer steps on the slices; masters are rounded into the shards
+    collective    publish(): every rank sees the new parameters, at once or before it next reads one; left out where the
+                  inner optimizer has updated them whole on every rank (OneBitAdam)
 
 The inner optimizer communicates where it needs whole parameters (Muon) or their norms (LARS, LAMB), and where an
 offloaded update was delayed, on whose success the ranks agree.
