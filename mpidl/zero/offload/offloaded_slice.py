@@ -2,8 +2,8 @@
 
 values      what the optimizer steps on: a view of the shard for fp32 parameters on the CPU; else a master, in CPU
             memory or in the file
-staged      new values in the parameters' dtype, in CPU memory, until they are published or copied to a GPU; used where
-            `values` cannot be copied themselves, as they have a wider dtype or lie in the file
+staged      new values in the parameters' dtype, in CPU memory, until they are published or copied to a GPU; used
+            where `values` cannot be copied themselves, as they have a wider dtype or lie in the file
 """
 
 from __future__ import annotations

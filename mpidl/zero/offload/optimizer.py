@@ -35,8 +35,8 @@ from .disk_space import Groups, Make, foresee, needed, open_file
 from .offloaded_slice import Gradient, OffloadedSlice
 from .settings import Offload
 from .state_mapping import Entries
+from .storage import Storage
 from .sub_groups import MASTER, Chunk, SubGroup, sub_groups_of
-from .swap_file import SwapFile
 from .triple_buffering import BUFFERS, TripleBuffering
 
 
@@ -75,9 +75,9 @@ class OffloadedOptimizer(InnerOptimizer):
                 "delayed update must not communicate; needs an optimizer that updates every element by itself"
             )
         self._foreseen: dict[tuple[int, torch.dtype, bool], dict[str, torch.dtype]] = {}
-        self._file: SwapFile | None = None
+        self._storage: Storage | None = None
         if settings.to == "disk":
-            self._file = open_file(self._comm, settings, needed(self._plain, groups, halves, over.size))
+            self._storage = open_file(self._comm, settings, needed(self._plain, groups, halves, over.size))
         self._buffering = TripleBuffering()
         self._down, self._up = place.copies(), place.copies()
         self._updater = ThreadPoolExecutor(1, "mpidl-offload-update") if settings.delayed_update else None
@@ -90,7 +90,7 @@ class OffloadedOptimizer(InnerOptimizer):
         self._slices: dict[torch.Tensor, OffloadedSlice] = {}
         self._groups: list[SubGroup] = []
         self.param_groups: list[dict[str, Any]] = []
-        self.state = Entries(self._file, self._wait_for_update)
+        self.state = Entries(self._storage, self._wait_for_update)
 
     # ---- what there is to step on -----------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class OffloadedOptimizer(InnerOptimizer):
         delayed = self._settings.delayed_update
         make = partial(OffloadedSlice, shard, number, piece, index, down=self._down, up=self._up, delayed=delayed)
         try:
-            part = make(room=None if self._file is None else self._room)
+            part = make(room=None if self._storage is None else self._room)
         except OSError as error:
             self._no_room = error  # raised on all ranks when they add the slice's group
             part = make()
@@ -108,8 +108,8 @@ class OffloadedOptimizer(InnerOptimizer):
         return part
 
     def _room(self, part: OffloadedSlice, dtype: torch.dtype) -> torch.Tensor:
-        assert self._file is not None
-        return self._file.tensor(part, MASTER, dtype)
+        assert self._storage is not None
+        return self._storage.tensor(part, MASTER, dtype)
 
     def add_param_groups(self, groups: Groups) -> None:
         """Adds groups of slices' values, on which `step` steps from now on. Collective."""
@@ -124,7 +124,7 @@ class OffloadedOptimizer(InnerOptimizer):
         wholes.sort(key=lambda chunk: order[chunk.part])
         parts, budget = [wholes], self._settings.buffer_mb * MIB / BUFFERS
         sizes = [chunk.part.largest for chunk in wholes]
-        if self._file is not None:
+        if self._storage is not None:
             parts = sub_groups_of(wholes, budget, sizes if self._stays_whole else None)
         elif any(chunk.part.on_accelerator for chunk in wholes):  # so that one is stepped on while others are copied
             parts = sub_groups_of(wholes, budget, sizes)
@@ -140,13 +140,13 @@ class OffloadedOptimizer(InnerOptimizer):
             if self._no_room is not None:
                 raise self._no_room
             for chunks in parts:
-                group = SubGroup(chunks, self._file, self._configured, settings)
+                group = SubGroup(chunks, self._storage, self._configured, settings)
                 self._groups.append(group)
                 self.state.add(group)
         except OSError as error:
             raise ConfigurationError(f"Offload: no room for the state of these parameters: {error}") from error
-        if self._file is not None:
-            self._file.forget()
+        if self._storage is not None:
+            self._storage.forget()
 
     def _configured(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         inner = self._plain(groups)
@@ -250,9 +250,9 @@ class OffloadedOptimizer(InnerOptimizer):
             self.forget()
 
     def forget(self) -> None:
-        """Removes what was read of the file through tensors from this process's memory."""
-        if self._file is not None:
-            self._file.forget()
+        """Removes what was read of the storage through tensors from this process's memory."""
+        if self._storage is not None:
+            self._storage.forget()
 
     def _wait_for_update(self) -> None:
         """Waits until no thread changes the state."""
@@ -285,9 +285,9 @@ class OffloadedOptimizer(InnerOptimizer):
         return {"optimizer": [*self._buffering.buffers, *inside], "gradients": gradients}
 
     def offloaded_bytes(self) -> int:
-        """Bytes of state and masters in the file, or in CPU memory where the model is on another device."""
+        """Bytes of state and masters in the storage, or in CPU memory where the model is on another device."""
         total = sum(t.numel() * t.element_size() for part, t in self._in_memory() if part.on_accelerator)
-        for group in self._groups if self._file is not None else []:
+        for group in self._groups if self._storage is not None else []:
             for chunk in group.chunks:
                 each = sum(chunk.states[name].itemsize for name in chunk.present)
                 each += chunk.part.values.dtype.itemsize if chunk.part.in_file else 0

@@ -19,7 +19,7 @@ import torch
 from ...optim.elementwise_state import note_whole_size, whole_size
 from ...partial_steps import bring_back
 from .offloaded_slice import Gradient, OffloadedSlice
-from .swap_file import Extent, SwapFile, arrange, merged
+from .storage import Extent, Storage, arrange, merged
 
 _VECTORS = 256  # elements: a multiple of what any vector register holds, and of the blocks of 8-bit states
 MASTER = ""
@@ -30,7 +30,7 @@ class Chunk:
     """Elements start .. stop of a slice, in parameter group `group`.
 
     states: the dtypes of the tensors of its size that the optimizer keeps, as far as known.
-    present: those that are in the file now.
+    present: those that are in the storage now.
     keys: of the whole state, in order.
     """
 
@@ -48,12 +48,12 @@ class Chunk:
 
     @property
     def values(self) -> torch.Tensor:
-        """The chunk's part of the slice's values, in the file or in memory."""
+        """The chunk's part of the slice's values, in the storage or in memory."""
         return self.part.values.detach()[self.start : self.stop]
 
     @property
     def bytes_each(self) -> int:
-        """Bytes in the file for each element."""
+        """Bytes in the storage for each element."""
         master = self.part.values.dtype.itemsize if self.part.in_file else 0
         return master + sum(dtype.itemsize for dtype in self.states.values())
 
@@ -93,7 +93,7 @@ def sub_groups_of(wholes: Sequence[Chunk], budget: float, sizes: Sequence[int] |
 
 
 class SubGroup:
-    """Chunks and their inner optimizer. file: where states and masters lie; None: they stay in memory.
+    """Chunks and their inner optimizer. storage: where states and masters lie; None: they stay in memory.
 
     make: the inner optimizer from parameter groups.
     settings: of every parameter group.
@@ -102,11 +102,11 @@ class SubGroup:
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        file: SwapFile | None,
+        storage: Storage | None,
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         settings: Sequence[Mapping[str, Any]],
     ) -> None:
-        self.chunks, self._file = list(chunks), file
+        self.chunks, self._storage = list(chunks), storage
         members: dict[int, list[torch.nn.Parameter]] = {}
         for chunk in chunks:
             members.setdefault(chunk.group, []).append(chunk.parameter)
@@ -118,7 +118,7 @@ class SubGroup:
         self.nbytes = 0
         self.prepare(
             settings, {chunk.part: Gradient(chunk.part.values) for chunk in chunks}
-        )  # makes sure of room in the file
+        )  # makes sure of room in the storage
         for chunk in chunks:  # some optimizers have state before any step
             self.put_away(chunk)
 
@@ -129,12 +129,12 @@ class SubGroup:
             group.update(settings[number])
         self._live = [chunk for chunk in self.chunks if chunk.part in gradients]
         self._places, self.nbytes = [], 0
-        if self._file is not None:
+        if self._storage is not None:
             found = []
             for chunk in self._live:
                 named = {MASTER: chunk.part.values.dtype} if chunk.part.in_file else {}
                 for name, dtype in {**named, **chunk.states}.items():
-                    extent = self._file.extent(chunk.part, name, dtype, chunk.start, chunk.stop)
+                    extent = self._storage.extent(chunk.part, name, dtype, chunk.start, chunk.stop)
                     found.append((chunk, name, extent))
             found.sort(key=lambda entry: entry[2])
             positions, self.nbytes = arrange([extent for _, _, extent in found])
@@ -143,13 +143,13 @@ class SubGroup:
 
     def read(self, buffer: torch.Tensor) -> None:
         """Reads masters and states into the buffer."""
-        if self._file is not None:
-            self._file.read(merged(self._there(), to_write=False), buffer)
+        if self._storage is not None:
+            self._storage.read(merged(self._there(), to_write=False), buffer)
 
     def write(self, buffer: torch.Tensor) -> None:
         """Writes masters and states from the buffer."""
-        if self._file is not None:
-            self._file.write(merged(self._there(), to_write=True), buffer)
+        if self._storage is not None:
+            self._storage.write(merged(self._there(), to_write=True), buffer)
 
     def _there(self) -> list[tuple[Extent, int]]:
         return [(e, position) for chunk, name, e, position in self._places if name == MASTER or name in chunk.present]
@@ -165,7 +165,7 @@ class SubGroup:
             own, parameter = views[chunk], chunk.parameter
             if MASTER in own:
                 parameter.data = own[MASTER]
-            if self._file is not None and chunk.keys:
+            if self._storage is not None and chunk.keys:
                 kept = self.inner.state[parameter]
                 self.inner.state[parameter] = {k: own[k] if k in chunk.present else kept[k] for k in chunk.keys}
             parameter.grad = self._gradients[chunk.part].range(chunk.start, chunk.stop).to(parameter.dtype)
@@ -178,8 +178,8 @@ class SubGroup:
             self.put_away(chunk, views[chunk])
 
     def put_away(self, chunk: Chunk, places: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Takes state tensors of the chunk's size out of memory: to their places in the buffer, or to the file."""
-        if self._file is None:
+        """Takes state tensors of the chunk's size out of memory: to their places in the buffer, or to the storage."""
+        if self._storage is None:
             return
         entry = self.inner.state.get(chunk.parameter, {})
         large = {k: v for k, v in entry.items() if torch.is_tensor(v) and v.shape == (chunk.stop - chunk.start,)}
@@ -187,7 +187,7 @@ class SubGroup:
             place = (places or {}).get(name)
             if place is None or place.dtype != value.dtype:  # not foreseen, or not in a step
                 chunk.states[name] = value.dtype
-                place = self._file.tensor(chunk.part, name, value.dtype)[chunk.start : chunk.stop]
+                place = self._storage.tensor(chunk.part, name, value.dtype)[chunk.start : chunk.stop]
             if place.data_ptr() != value.data_ptr():
                 place.copy_(value)
         chunk.present, chunk.keys = set(large), list(entry)

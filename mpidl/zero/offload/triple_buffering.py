@@ -1,9 +1,9 @@
 """Triple buffering: while one sub-group is stepped on, the next is read and the last one written.
 
-reader     | read 0 | read 1 | read 2 | ...
-caller              | step 0 | step 1 | step 2 | ...
-writer                       | write 0| write 1| write 2
-buffer         0        1        2        0
+    reader     | read 0 | read 1 | read 2 | ...
+    caller              | step 0 | step 1 | step 2 | ...
+    writer                       | write 0| write 1| write 2
+    buffer         0        1        2        0
 
 Who runs what: the caller of `run` steps, in the thread of the program, or with `delayed_update` in the thread
 `mpidl-offload-update` (`optimizer`). Two more threads, `mpidl-offload-read` and `mpidl-offload-write`, start with the

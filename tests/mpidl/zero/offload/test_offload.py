@@ -23,7 +23,8 @@ from mpidl.absent_state import refusal
 from mpidl.memory import measure
 from mpidl.models.gpt2 import GPT2, GPT2Config
 from mpidl.zero.offload import offloaded_slice
-from mpidl.zero.offload.swap_file import Extent, SwapFile, arrange, merged
+from mpidl.zero.offload.storage import Extent, arrange, merged
+from mpidl.zero.offload.swap_file import SwapFile
 from mpidl.zero.offload.triple_buffering import TripleBuffering
 from tests.mpidl.small_models import MODELS, Branching, fresh, sequences
 from tests.mpidl.zero.ways import WAYS
