@@ -16,8 +16,9 @@ momentum=0, as AdamW has one.
 
 The model has 4 layers of width 128, the text's characters as tokens, and windows of 64 of them; a step takes 12
 windows of all ranks together, or --windows. AdamW with a weight decay of matrices alone, a warm-up of 100 steps, a
-cosine and clipping at 1, as small GPT-2s on this text are trained on a CPU elsewhere. A seed sets the weights and the windows, which are the same for all methods and any
-number of ranks. Bytes are those that a rank sends, by the method's formula, with its first steps in full precision.
+cosine and clipping at 1, as small GPT-2s on this text are trained on a CPU elsewhere. A seed sets the weights and the
+windows, which are the same for all methods and any number of ranks. Bytes are those that a rank sends, by the
+method's formula, with its first steps in full precision.
 All methods have run with a seed before the next one begins. A job that is ended goes on by the same command: what the
 file of --json has is not run again.
 """
