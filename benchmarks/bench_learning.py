@@ -190,13 +190,13 @@ def table(points: Sequence[dict[str, Any]], steps: int) -> list[str]:
         difference = f"{np.mean(losses) - np.mean(plain):+.3f}" if plain else ""
         lines.append(
             f"{method:24s} {np.mean(losses):16.3f} {difference:>8s} {min(losses):8.3f} to {max(losses):6.3f} "
-            f"{own[0]['bytes'] / 1e6:9.1f} {np.mean([point['seconds'] for point in own]):7.1f}"
+            f"{own[0]['bytes'] / 1e6:9.1f} {np.median([point['seconds'] for point in own]):7.1f}"
         )
     return lines
 
 
 def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws the mean curve of each method after step 0 against steps, bytes and seconds."""
+    """Draws the mean curve of each method after step 0 against steps, bytes and the median of its seconds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -209,7 +209,7 @@ def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
         of_steps = [[point for point in own if point["step"] == step] for step in steps]
         losses = [np.mean([point["loss"] for point in at]) for at in of_steps]
         for panel, what, scale in zip(panels, ("step", "bytes", "seconds"), (1, 1e-6, 1), strict=True):
-            panel.plot([np.mean([point[what] for point in at]) * scale for at in of_steps], losses, label=method)
+            panel.plot([np.median([point[what] for point in at]) * scale for at in of_steps], losses, label=method)
     for panel, name in zip(panels, ("step", "MB sent by a rank", "seconds"), strict=True):
         panel.set_xlabel(name)
         panel.grid(alpha=0.3)

@@ -133,10 +133,10 @@ def calibrate(comm: Communicator, iters: int | None) -> Cluster:
     """Measures this machine as a cluster of one node. Collective."""
     times, made, scratch = {}, shifts(comm.size), Scratch()
     for nbytes in (SMALL, LARGE):
-        leaving, coming = (
+        leaving, arriving = (
             whole(buffers.inspect(np.zeros(nbytes, np.uint8), "x", writable=True), [nbytes]) for _ in range(2)
         )
-        execution = Execution(comm.mpi, made, {Role.IN: leaving, Role.OUT: coming}, [nbytes], scratch)
+        execution = Execution(comm.mpi, made, {Role.IN: leaving, Role.OUT: arriving}, [nbytes], scratch)
         times[nbytes] = slowest(comm, execution.run, iters or repetitions(nbytes)) / IN_A_ROW
     beta = max(1e-15, (times[LARGE] - times[SMALL]) / (LARGE - SMALL))
 

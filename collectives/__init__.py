@@ -16,6 +16,7 @@ Read `communicator` first, then `backends` and `schedules`. A new algorithm of m
     devices             the memory that tensors lie in
     diagnostics         where ranks are, and how a job ends; draining: operations that some ranks join later than others
     bench/, tune        the benchmark, and tables for "auto"; timing, command_line (of both, and of mpidl)
+    calibration         measures for "auto" in two seconds, where no table is
 
 Public are the names in `__all__` here, in `algorithms`, `command_line`, `devices`, `diagnostics`, `draining` and
 `price`; all else is private.

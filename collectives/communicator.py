@@ -342,13 +342,13 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
             leaving = arguments.parts("all_to_all: x, input_splits", input_splits, data.size, self.size)
             if even:
                 output_splits = [leaving[self.rank]] * self.size
-            coming = arguments.parts("all_to_all: out, output_splits", output_splits, target.size, self.size)
+            arriving = arguments.parts("all_to_all: out, output_splits", output_splits, target.size, self.size)
             arguments.refuse_overlap("all_to_all", target, data)
             refuse_shared("all_to_all: out", target)
             chosen = self._calls.choose("all_to_all", algorithm, data, data.nbytes, even=even)
             if not even:
                 refuse_splits("all_to_all", chosen)
-            splits = Splits(leaving, coming, uniform=even and data.size % self.size == 0)
+            splits = Splits(leaving, arriving, uniform=even and data.size % self.size == 0)
             call = self._calls.prepare(key, "all_to_all", chosen, target, data, splits)
         if timeout is None and not async_op:
             return call.at_once((out, x))

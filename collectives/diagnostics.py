@@ -1,12 +1,12 @@
 """Functions for launchers, reports and engines: positions of ranks, names in profiles, what a job leaves.
 
-about_mpi, usable, directories      the MPI library, the cores of this process, directories of shared memory
-is_compiled                         whether the part in C is used
-label, is_debugging                 names for torch.profiler; whether MPIDL_DEBUG asks for checks
+    about_mpi, usable, directories      the MPI library, the cores of this process, directories of shared memory
+    is_compiled                         whether the part in C is used
+    label, is_debugging                 names for torch.profiler; whether MPIDL_DEBUG asks for checks
 Position, listing, deadlocked       the operations that ranks are in, and who waits for whom in a circle
-describe_program                    what the watchdog's reports say of the program besides
-calls_of_main_thread                where the program is, for other threads
-say                                 writes to the error output, after what the program has written
+    describe_program                    what the watchdog's reports say of the program besides
+    calls_of_main_thread                where the program is, for other threads
+    say                                 writes to the error output, after what the program has written
 Witness, witnessed, tell            what a launcher sees of its ranks, and what a rank tells it
 JOB, mapped, exit_status            what a job leaves behind, and the status that a rank is about to exit with
 """

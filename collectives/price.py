@@ -136,16 +136,16 @@ class _ModelledRun:
         for leaving in steps.sends:
             self.sent[leaving.channel].append(leaving)
             self.match(leaving.channel, now)
-        for coming in steps.receives:
-            self.awaited[coming.channel].append(coming)
-            self.match(coming.channel, now)
+        for arriving in steps.receives:
+            self.awaited[arriving.channel].append(arriving)
+            self.match(arriving.channel, now)
 
     def match(self, number: int, now: float) -> None:
         """Starts a channel's next message if both of its sides are there."""
         if self.sent[number] and self.awaited[number]:
-            leaving, coming = self.sent[number].popleft(), self.awaited[number].popleft()
+            leaving, arriving = self.sent[number].popleft(), self.awaited[number].popleft()
             channel = self.layout.channels[number]
-            message = _Message(channel, leaving, coming.reduces, leaving.ports + coming.ports)
+            message = _Message(channel, leaving, arriving.reduces, leaving.ports + arriving.ports)
             if message.path:
                 heappush(self.events, (now, 1, leaving.order, message))
             else:

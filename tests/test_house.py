@@ -253,6 +253,10 @@ PUBLIC = (
 )
 
 
+# Benchmarks that measure a part of `collectives` by itself, and so import it. All may import `collectives.bench`.
+MEASURE_A_PART = ("bench_barrier.py", "plot_prices.py")
+
+
 def exported(module: str) -> set[str]:
     """The names in the `__all__` of a public module."""
     path = ROOT / module.replace(".", "/")
@@ -280,6 +284,13 @@ def test_what_mpidl_and_the_examples_import_of_collectives_is_public() -> None:
     paths = [path for path in FILES if path.relative_to(ROOT).parts[0] in ("mpidl", "examples")]
     found = {path.relative_to(ROOT).as_posix(): private_imports(path.read_text()) for path in paths}
     assert not {path: names for path, names in found.items() if names}
+
+
+def test_benchmarks_import_what_is_public_but_for_those_that_measure_a_part() -> None:
+    paths = [path for path in FILES if path.relative_to(ROOT).parts[0] == "benchmarks"]
+    found = {path.name: private_imports(path.read_text()) for path in paths}
+    private = [name for name, names in found.items() if not all(n.startswith("collectives.bench.") for n in names)]
+    assert sorted(private) == sorted(MEASURE_A_PART)
 
 
 def test_private_imports_are_found() -> None:
@@ -382,10 +393,11 @@ def unnamed(folder: Path) -> list[str]:
     return sorted(names - set(re.findall(r"\w+", said))) if len(names) > 3 else []
 
 
-def test_a_folder_s_docstring_is_a_map_of_it() -> None:
-    folders = [path.parent for path in sorted((ROOT / "mpidl").rglob("__init__.py"))]
-    assert len(folders) > 20
-    assert not {folder.name: missing for folder in folders if (missing := unnamed(folder))}
+@pytest.mark.parametrize(("package", "folders"), [("collectives", 15), ("mpidl", 20)])
+def test_a_folder_s_docstring_is_a_map_of_it(package: str, folders: int) -> None:
+    found = [path.parent for path in sorted((ROOT / package).rglob("__init__.py"))]
+    assert len(found) >= folders
+    assert not {folder.relative_to(ROOT): missing for folder in found if (missing := unnamed(folder))}
 
 
 def test_what_a_map_leaves_out_is_found(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Backends: the implementations of each collective in one group, and the choice among them.
 
     backend     the interface: the operations, each as a call that can be made again and again; what a backend serves
-    mpi         "mpi": the MPI library's own
+    mpi         "mpi": the MPI library's own; mpi_functions: its functions, called from C
     schedule_backend
                 "ring", "tree", ...: a schedule of messages (`collectives.schedules.algorithms`), run by `executor`
     meeting     where the ranks of a node write what they are about to do, and wait for each other
@@ -18,7 +18,7 @@
 A new backend is a file with a subclass of `Backend`, its line in `registry.MAKERS` and its line above; a new schedule
 is a file in `collectives.schedules.algorithms` and its name in `NAMES` and `ALGORITHMS` there. A new operation is
 declared in `Backend` and defined in every backend that has it. Three other files name a backend; check them when you
-add or rename one: `tables`, by which "auto" chooses; `mpidl.gradients.buckets.by_rank`, which asks for the one that
+add or rename one: `tables`, by which "auto" chooses; the program's file that asks by name for the one that
 adds in the order of ranks; and `collectives.bench.sides`, for the benchmark. CONTRIBUTING.md has the steps and the
 tests.
 """

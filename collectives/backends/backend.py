@@ -107,7 +107,7 @@ class Backend:
         raise NotImplementedError
 
     def all_to_all(self, out: Buffer, x: Buffer, splits: Splits) -> Call:
-        """Sends leaving[q] elements to rank q, and receives coming[q] from it."""
+        """Sends leaving[q] elements to rank q, and receives arriving[q] from it."""
         raise NotImplementedError
 
     def broadcast(self, x: Buffer, root: int) -> Call:

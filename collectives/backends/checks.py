@@ -86,7 +86,7 @@ class CheckedDispatch(Dispatch):
         cuts = self.comm.allgather(own)
         for giver in range(self.size):
             for taker in range(self.size):
-                given, taken = cuts[giver].leaving[taker], cuts[taker].coming[giver]
+                given, taken = cuts[giver].leaving[taker], cuts[taker].arriving[giver]
                 if given != taken:
                     called = names(self.comm)
                     raise MismatchError(

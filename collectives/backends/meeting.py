@@ -125,9 +125,9 @@ class Meetings:
         )
 
     @staticmethod
-    def pack_ranges(leaving: Ranges, coming: Ranges) -> bytes:
+    def pack_ranges(leaving: Ranges, arriving: Ranges) -> bytes:
         """Packs the ranges of a movement's row: the offset and number of the elements for and from each rank."""
-        own = np.array([leaving, coming], np.int64)
+        own = np.array([leaving, arriving], np.int64)
         own[:, :, 1] -= own[:, :, 0]
         return own.transpose(0, 2, 1).tobytes()
 
@@ -203,7 +203,7 @@ class Meeting:
         """Returns whether every rank's input already lies at its place in the outputs."""
         itemsize = self._itemsize
         return self.pull and all(
-            row[_X] == row[_OUT] and row[_X + 1] == row[_OUT + 1] + self.coming(rank, rank) * itemsize
+            row[_X] == row[_OUT] and row[_X + 1] == row[_OUT + 1] + self.arriving(rank, rank) * itemsize
             for rank, row in enumerate(self._table)
         )
 
@@ -240,7 +240,7 @@ class Meeting:
         """The offset in rank's input of the elements for the peer."""
         return self._range(rank, 0, peer)
 
-    def coming(self, rank: int, peer: int) -> int:
+    def arriving(self, rank: int, peer: int) -> int:
         """The offset in rank's output of the elements from the peer."""
         return self._range(rank, 2, peer)
 

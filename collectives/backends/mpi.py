@@ -87,7 +87,7 @@ class Library(Backend):
         """MPI_Alltoall, or MPI_Alltoallv where the ranks' parts may differ."""
         if splits.uniform:
             return self._collective("Alltoall", _elements(x), _elements(out))
-        return self._collective("Alltoallv", _parts(x, splits.leaving), _parts(out, splits.coming))
+        return self._collective("Alltoallv", _parts(x, splits.leaving), _parts(out, splits.arriving))
 
     def broadcast(self, x: Buffer, root: int) -> Call:
         """MPI_Bcast."""

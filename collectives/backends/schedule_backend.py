@@ -70,7 +70,7 @@ class ScheduleBackend(Backend):
     def all_to_all(self, out: Buffer, x: Buffer, splits: Splits) -> Call:
         """Sends a chunk from each rank to each."""
         schedule = self._schedule("all_to_all")
-        return self._call(schedule, whole(x, splits.leaving), whole(out, splits.coming), splits.leaving)
+        return self._call(schedule, whole(x, splits.leaving), whole(out, splits.arriving), splits.leaving)
 
     def broadcast(self, x: Buffer, root: int) -> Call:
         """Sends every chunk from the root to all."""

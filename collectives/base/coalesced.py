@@ -7,7 +7,7 @@ Arrays of one dtype are packed together, in their order, into memory of a fixed 
 can share memory; when it is full the operation runs, and packing begins anew. A large array gains nothing from being
 packed, and goes by itself. So what is written may share no memory with another array of the list: which of them is read
 before the other is written would depend on their sizes. In a broadcast nothing is read on the ranks that write, and
-arrays may be given twice, as tied weights are.
+an array may be in the list twice.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ class Splits:
     """
 
     leaving: Sequence[int]
-    coming: Sequence[int]
+    arriving: Sequence[int]
     uniform: bool
 
 

@@ -43,7 +43,7 @@ class GroupEnd:
         """Registers a task to run before the last wait for what is queued here; see `draining`."""
         self._progress.drain_hook = task
         if self.parts.guard is not None:
-            self.parts.guard.late = task is not None
+            self.parts.guard.ends_after_program = task is not None
 
     def close(self) -> None:
         """Closes the group; see `Communicator.close`."""

@@ -3,7 +3,8 @@
     place   the coordinates of this rank, such as "dp=1, tp=0"
     phase   where the program is in its work, such as "in the backward pass of step 7"
 
-The watchdog asks whenever it looks, in its own thread, so that the program itself does nothing for it.
+Both texts are the program's own words, which are only passed on. The watchdog asks whenever it looks, in its own
+thread, so that the program itself does nothing for it.
 """
 
 from __future__ import annotations

@@ -253,18 +253,19 @@ def _finish_what_is_queued() -> None:
 
     Then it ends the job if one has failed and nothing has told the program.
     """
-    late = sorted((progress for progress in _alive if progress.drain_hook is not None), key=lambda found: found.number)
-    for progress in set(_alive).difference(late):
+    with_hook = [progress for progress in _alive if progress.drain_hook is not None]
+    to_drain = sorted(with_hook, key=lambda found: found.number)
+    for progress in set(_alive).difference(to_drain):
         progress.close()
     _end_with_background_errors()
-    mark_end(late=False)
-    for progress in late:
+    mark_end(of_all=False)
+    for progress in to_drain:
         if progress.drain_hook is not None and not MPI.Is_finalized():
             with contextlib.suppress(OperationError):  # of a group that has failed, as has been said
                 progress.drain_hook()
         progress.close()
     _end_with_background_errors()
-    mark_end(late=True)
+    mark_end(of_all=True)
     for task in _last:
         task()
     _end_if_stranded()

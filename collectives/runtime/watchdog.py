@@ -105,7 +105,7 @@ class Guard:
     ranks: the group's number of each of them.
     world: the number in the world of each rank of the group.
     limit: seconds.
-    late: this rank takes part in its operations until after the end of its program.
+    ends_after_program: this rank takes part in its operations until after the end of its program.
     name: the group's, may be empty.
     group: two numbers that no other group of the job has had, the same on all its ranks.
     """
@@ -115,7 +115,7 @@ class Guard:
     ranks: list[int]
     world: list[int]
     limit: float
-    late: bool = False
+    ends_after_program: bool = False
     name: str = ""
     group: tuple[int, int] = (0, 0)
     _seen: list[_Seen] = field(default_factory=list)
@@ -426,12 +426,14 @@ def _watched() -> list[Guard]:
     return [guard for reference in _guards.valuerefs() if (guard := reference()) is not None]
 
 
-def mark_end(late: bool) -> None:
-    """Tells the other ranks that this one's program is over: it comes to no further operation of any group.
+def mark_end(of_all: bool) -> None:
+    """Tells the other ranks that this one's program is over: it comes to no further operation of a group.
 
-    late: including the groups that are. What was told before is not told again.
+    What was told before is not told again.
+
+    of_all: also of the groups that end after the program (`Guard.ends_after_program`).
     """
     for guard in _watched():
-        if (late or not guard.late) and not guard.closed:
+        if (of_all or not guard.ends_after_program) and not guard.closed:
             guard.positions.end(exit_status.noted())
             guard.close()

@@ -193,7 +193,7 @@ class Layout:
 
     def _round(self, rank: int, steps: _Steps, move: _Move | None) -> RoundCost:
         leaving = [(peer, chunks) for kind, peer, chunks in steps if kind is Kind.SEND]
-        coming = [(peer, kind is Kind.REDUCE) for kind, peer, _ in steps if peer >= 0 and kind is not Kind.SEND]
+        arriving = [(peer, kind is Kind.REDUCE) for kind, peer, _ in steps if peer >= 0 and kind is not Kind.SEND]
         sends = []
         for number, (peer, chunks) in enumerate(leaving):
             # All nodes take one order, so that their times stay equal where messages come to a port at once.
@@ -201,10 +201,10 @@ class Layout:
             ports = self._used("out", rank, peer, len(leaving))
             sends.append(Send(self._channel(rank, peer), chunks, ports, order))
         receives = []
-        for peer, reduces in coming:
+        for peer, reduces in arriving:
             start = 0 if move is None else peer // self._unit * self._unit
             destination = rank if move is None else move[0](rank, start) % self.schedule.ranks
-            ports = self._used("in", rank, peer, len(coming))[::-1]
+            ports = self._used("in", rank, peer, len(arriving))[::-1]
             receives.append(Receive(self._channel(peer - start, destination), ports, reduces))
         return RoundCost(sum(chunks for _, peer, chunks in steps if peer < 0), tuple(sends), tuple(receives))
 

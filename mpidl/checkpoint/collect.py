@@ -2,16 +2,18 @@
 
 Names of tensors:
 
-model/transformer.wte.weight          parameters (fp32 masters where there are any) and buffers
-optimizer/exp_avg/transformer.wte...  states of the optimizer that have the parameter's shape
-remainder/transformer.wte.weight      what `compress=` has not sent, the mean over the ranks
-seen/transformer.wte.weight           while a delayed update is pending: the values with which passes still compute
-gradient/transformer.wte.weight       of micro-steps that no step has used yet
-WHOSE/0, WHOSE/1, ...                 tensors inside other states, numbered. WHOSE is extra, scheduler, scaler, sampler,
-                                      averager, model/NAME (a module's extra state), optimizer.group0, optimizer.STATE
-                                      (of another shape than the parameter) or compression.STATE.PARAMETER
-rank00001/...                         what each rank has of its own: random states, a hook's state, weights that
-                                      differ between the ranks for a while (post-local SGD, no_sync), with their states
+    model/transformer.wte.weight          parameters (fp32 masters where there are any) and buffers
+    optimizer/exp_avg/transformer.wte...  states of the optimizer that have the parameter's shape
+    remainder/transformer.wte.weight      what `compress=` has not sent, the mean over the ranks
+    seen/transformer.wte.weight           while a delayed update is pending: the values with which passes still compute
+    gradient/transformer.wte.weight       of micro-steps that no step has used yet
+    WHOSE/0, WHOSE/1, ...                 tensors inside other states, numbered. WHOSE is extra, scheduler, scaler,
+                                          sampler, averager, model/NAME (a module's extra state), optimizer.group0,
+                                          optimizer.STATE (of another shape than the parameter) or
+                                          compression.STATE.PARAMETER
+    rank00001/...                         what each rank has of its own: random states, a hook's state, weights that
+                                          differ between the ranks for a while (post-local SGD, no_sync), with their
+                                          states
 
 Of a model that lies over a mesh, a rank writes what `joining` assigns to it of its part's cuts. Each part describes the
 states of the parameters for which it speaks; `joined` puts these descriptions together.

@@ -281,8 +281,7 @@ class Engine:
     @property
     def gradients_per_rank(self) -> bool:
         """True if passes under no_sync left each rank its own gradients."""
-        reducer = None if self.ddp is None else self.ddp._reducer
-        return reducer is not None and bool(reducer.reached.accumulated_under_no_sync)
+        return self.ddp is not None and bool(self.ddp.accumulated_under_no_sync)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Returns this rank's gradients by name of the parameter, each of the range of its values. Collective.
@@ -310,12 +309,9 @@ class Engine:
             p.grad = torch.zeros_like(p) if name in dtypes else None
             if p.grad is not None:
                 found[name] = p.grad
-        if self.ddp is not None and self.ddp._reducer is not None:
-            self.ddp._reducer.reached.accumulated_under_no_sync = (
-                {p for p, name in self.names.items() if name in dtypes and name not in self.ddp.parameters_to_ignore}
-                if per_rank
-                else set()
-            )
+        if self.ddp is not None:
+            restored = dtypes.keys() - self.ddp.parameters_to_ignore if per_rank else set()
+            self.ddp.accumulated_under_no_sync = {p for p, name in self.names.items() if name in restored}
         return found
 
     def hook_state(self) -> Any:

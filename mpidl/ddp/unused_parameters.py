@@ -1,10 +1,12 @@
 """Parameters that a backward pass will not reach, by its graph, for which buckets then need not wait.
 
     find_unused_parameters      looks as the pass begins, and marks in the queue what the graph does not lead to
-    a function of Python's      its backward may lead anywhere, as a re-entrant activation checkpoint's: no look
-    static_graph                no look: the first pass has counted
+    torch.autograd.Function     a graph that has one is not looked at: its backward may start a pass to any parameter,
+                                as that of a re-entrant activation checkpoint does
+    static_graph                the graph is not looked at: the first pass has counted
 
-Without a look these buckets are launched as the pass ends. What was reached in the end is in `reached_parameters`.
+If it is not looked at, these buckets are launched as the pass ends. What was reached in the end is in
+`reached_parameters`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -311,6 +311,16 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._quiet = not synchronise
         if self._reducer is not None:
             self._reducer.queue.synchronise = bool(synchronise)
+
+    @property
+    def accumulated_under_no_sync(self) -> Set[torch.Tensor]:
+        """The parameters with gradients of passes under `no_sync`, not averaged yet; loading a checkpoint sets them."""
+        return set() if self._reducer is None else self._reducer.reached.accumulated_under_no_sync
+
+    @accumulated_under_no_sync.setter
+    def accumulated_under_no_sync(self, parameters: Iterable[torch.Tensor]) -> None:
+        if self._reducer is not None:
+            self._reducer.reached.accumulated_under_no_sync = set(parameters)
 
     def register_comm_hook(self, state: Any, hook: comm_hooks.Hook) -> None:
         """Registers `hook(state, bucket)` to communicate instead of the all-reduce; see `mpidl.comm_hooks`.

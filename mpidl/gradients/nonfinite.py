@@ -2,10 +2,10 @@
 
     rank 0    fine      fine       fine                     backward, before anything is reduced
     rank 1    fine      Inf: h.2   NaN: h.1 and below       -> ("h.2", 1), ("h.1", 1), ...
-    the mean  fine      Inf        NaN                      every rank sees it, and no longer whose it was
+    the mean  fine      Inf        NaN                      every rank sees it, but not the rank it came from
 
-After the reduction only the parameter can be told. A `NonfiniteWatch` looks at each rank's own gradients as autograd
-gives them, in their order: the first one spoilt is closest to where things went wrong.
+After the reduction only the parameter can be found, not the rank. A `NonfiniteWatch` looks at each rank's own gradients
+as autograd gives them, in their order: the first one that is not finite is closest to the cause.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def find_nonfinite_gradients(model: torch.nn.Module, process_group: Communicator
         )
     _, plain = plain_model(model)
     given = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    spoilt = [name for name, fine in zip(given, are_finite(given.values()), strict=True) if not fine]
-    return _of_all_ranks(default_communicator(process_group), spoilt[::-1])
+    nonfinite = [name for name, fine in zip(given, are_finite(given.values()), strict=True) if not fine]
+    return _of_all_ranks(default_communicator(process_group), nonfinite[::-1])
 
 
 class NonfiniteWatch:
@@ -92,7 +92,7 @@ def _record(name: str, found: list[str]) -> Callable[[torch.Tensor], None]:
     return hook
 
 
-def _of_all_ranks(comm: Communicator, spoilt: list[str]) -> Found | None:
-    everyone = all_gather_object(comm, spoilt)
+def _of_all_ranks(comm: Communicator, nonfinite: list[str]) -> Found | None:
+    everyone = all_gather_object(comm, nonfinite)
     placed = [(place, rank, name) for rank, names in enumerate(everyone) for place, name in enumerate(names)]
     return [(name, rank) for _, rank, name in sorted(placed)] or None

@@ -2,10 +2,10 @@
 
     python -m mpidl.memory --params 7.5e9 --ranks 64 --dtype bf16
 
-estimate       bytes a rank of any ZeRO stage, from a model or a number of parameters
-activations    what autograd keeps for backward: by formula for a transformer, and counted while a model runs
-counted        the tensors of model state that this rank holds now, by category
-process        what the system says of the whole process
+    estimate       bytes a rank of any ZeRO stage, from a model or a number of parameters
+    activations    what autograd keeps for backward: by formula for a transformer, and counted while a model runs
+    counted        the tensors of model state that this rank holds now, by category
+    process        what the system says of the whole process
 
 To add a term of the estimate: a field of `estimate.Estimate` with its formula in `estimate.estimate`, and the same
 category of `counted.Measurement`, with which tests compare it. CONTRIBUTING.md has the steps and the tests.

@@ -1,11 +1,11 @@
 """Named axes over the ranks of a job, for data, tensor, pipeline, context and expert parallelism.
 
-layout     which rank has which coordinates: sizes and nodes in, groups of ranks out, without MPI
-mesh       a Communicator for each axis of it
-groups     the group that an engine takes from it, or the world where that is right
-placement  the axes over which a parameter is cut, and which elements of it a rank holds (`Cut`)
-experts    the group and the divisor of expert parameters' gradients
-norm       the norm of all gradients, each element of the model once
+    layout     which rank has which coordinates: sizes and nodes in, groups of ranks out, without MPI
+    mesh       a Communicator for each axis of it
+    groups     the group that an engine takes from it, or the world where that is right
+    placement  the axes over which a parameter is cut, and which elements of it a rank holds (`Cut`)
+    experts    the group and the divisor of expert parameters' gradients
+    norm       the norm of all gradients, each element of the model once
 
 Layers are cut over tp by `mpidl.tensor`. For pp, cp and ep a mesh gives the groups, and the program has the layers.
 """

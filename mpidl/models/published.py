@@ -1,7 +1,7 @@
 """Settings files of published weights, with which transformers' `from_pretrained` opens them.
 
-config.json               the architecture and its sizes: of a GPT2 or BERT of this package, or a model of transformers
-generation_config.json    how the latter generates text, if it does
+config.json               the architecture and its sizes: of a GPT2 or BERT of this package, or of transformers
+generation_config.json    how a model of transformers generates text, if it does
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Optimizers for large batches, little communication or little memory; averages of weights; schedules.
 
-lars, lamb          a learning rate for each layer, for large batches; trust_ratio: what both share
-adam8bit            Adam whose moments have 8 bits; blockwise: the encoding
-one_bit/            1-bit Adam, 0/1 Adam, 1-bit LAMB: the mean is sent in one bit an element
-diloco              ranks train alone for many steps; outer_steps: the steps on the mean of their changes
-post_local          post-local SGD: weights are averaged now and then
-dion                orthonormal updates of matrices, of which factors are sent
-ema                 exponential moving average of the weights
-schedules           learning rates over the steps
-rank_mean           the mean over ranks of flat tensors, in full precision or compressed, for diloco
-elementwise_state   which of an optimizer's states are cut as the parameter is; for ZeRO, checkpoints and estimates
+    lars, lamb          a learning rate for each layer, for large batches; trust_ratio: what both share
+    adam8bit            Adam whose moments have 8 bits; blockwise: the encoding
+    one_bit/            1-bit Adam, 0/1 Adam, 1-bit LAMB: the mean is sent in one bit an element
+    diloco              ranks train alone for many steps; outer_steps: the steps on the mean of their changes
+    post_local          post-local SGD: weights are averaged now and then
+    dion                orthonormal updates of matrices, of which factors are sent
+    ema                 exponential moving average of the weights
+    schedules           learning rates over the steps
+    rank_mean           the mean over ranks of flat tensors, in full precision or compressed, for diloco
+    elementwise_state   which of an optimizer's states are cut as the parameter is; for ZeRO, checkpoints and estimates
 
 To add an optimizer: a file here with a `torch.optim.Optimizer` whose class declares `step_needs`, a
 `mpidl.optimizer_trial.StepNeeds`, by which DDP, ZeRO and tensor parallelism know whether it steps on slices; its name

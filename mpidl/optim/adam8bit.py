@@ -89,7 +89,7 @@ class Adam8bit(torch.optim.Optimizer):
                     raise ConfigurationError(f"{type(self).__name__}: got a sparse gradient; needs dense ones")
                 entry = self.state[p]
                 if not entry:
-                    entry.update(self._narrow(p, _zeros(p)))
+                    entry.update(self._encoded(p, _zeros(p)))
                 entry["step"] += 1
                 self._step(p, entry, group)
         return loss
@@ -152,7 +152,7 @@ class Adam8bit(torch.optim.Optimizer):
         """The state as it is saved and loaded: that of Adam, decoded when it is read, encoded when it is set."""
         return _SavedState(self)
 
-    def widen(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+    def to_fp32(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Returns Adam's state of a parameter: the moments in fp32."""
         found = {key: value for key, value in entry.items() if not key.endswith(_SCALE)}
         for name, signed in _MOMENTS.items():
@@ -164,7 +164,7 @@ class Adam8bit(torch.optim.Optimizer):
         return found
 
     @torch.no_grad()
-    def _narrow(self, p: torch.Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
+    def _encoded(self, p: torch.Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Encodes Adam's state of a parameter, or of a slice of one, if that has 4096 elements."""
         made = dict(entry)
         if not torch.is_tensor(made.get("step")):
@@ -181,14 +181,14 @@ class Adam8bit(torch.optim.Optimizer):
             made[name] = made[name].view(entry[name].shape)
         return made
 
-    def narrow(self, p: torch.Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
+    def to_8bit(self, p: torch.Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Returns this optimizer's state of a parameter or slice from Adam's, whose tensors it may take over."""
-        return self._narrow(p, entry) if set(_MOMENTS) <= entry.keys() else dict(entry)
+        return self._encoded(p, entry) if set(_MOMENTS) <= entry.keys() else dict(entry)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns Adam's state_dict, with moments in fp32."""
         packed = super().state_dict()
-        packed["state"] = {number: self.widen(entry) for number, entry in packed["state"].items()}
+        packed["state"] = {number: self.to_fp32(entry) for number, entry in packed["state"].items()}
         return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
@@ -200,7 +200,7 @@ class Adam8bit(torch.optim.Optimizer):
             entry = state_dict["state"].get(number)
             if entry is not None:
                 copied = {key: _own_copy(p, key, value) for key, value in entry.items()}
-                self.state[p] = self.narrow(p, copied)
+                self.state[p] = self.to_8bit(p, copied)
 
 
 class AdamW8bit(Adam8bit):
@@ -234,10 +234,10 @@ class _SavedState(MutableMapping[torch.Tensor, dict[str, Any]]):
     def __getitem__(self, p: torch.Tensor) -> dict[str, Any]:
         if p not in self._optimizer.state:
             raise KeyError("no state yet")
-        return self._optimizer.widen(self._optimizer.state[p])
+        return self._optimizer.to_fp32(self._optimizer.state[p])
 
     def __setitem__(self, p: torch.Tensor, entry: Mapping[str, Any]) -> None:
-        self._optimizer.state[p] = self._optimizer.narrow(p, entry)
+        self._optimizer.state[p] = self._optimizer.to_8bit(p, entry)
 
     def __delitem__(self, p: torch.Tensor) -> None:
         del self._optimizer.state[p]

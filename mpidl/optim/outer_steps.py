@@ -26,7 +26,7 @@ from ..partial_steps import bring_back
 from ..replicas.checksums import checksum, difference
 from ..replicas.start_check import check_settings_agree
 from ..setting_checks import integer, require
-from .rank_mean import METHODS, RankMean, Reduction, across
+from .rank_mean import METHODS, PendingMean, RankMean, across
 
 
 class OuterSteps:
@@ -87,7 +87,7 @@ class OuterSteps:
         sizes = [flat.numel() for flat in self._theta]
         within = None if self._zero is not None else node  # ranks of a ZeRO node hold unlike slices
         self._mean = RankMean(holders, within, sizes, compress, error_feedback)
-        self._flying: Reduction | None = None
+        self._in_flight: PendingMean | None = None
         self._take_up()
 
     def _check(
@@ -173,7 +173,7 @@ class OuterSteps:
             if local == 0:
                 self._end_warmup()
             return False
-        merged = self._flying is not None and self._merge_at(self._flying.number, local)
+        merged = self._in_flight is not None and self._merge_at(self._in_flight.number, local)
         if merged:
             self._merge()
         for number in range(self.fragments):
@@ -204,12 +204,12 @@ class OuterSteps:
         flat = self._theta[number].clone()
         for gone, own in zip(_views(flat, self._globals[number]), self._local()[first:last], strict=True):
             gone.sub_(own)
-        self._flying = self._mean.begin(number, flat)
+        self._in_flight = self._mean.begin(number, flat)
 
     @torch.no_grad()
     def _merge(self) -> None:
         """Makes the outer step of the fragment that was reduced."""
-        reduction, self._flying = self._flying, None
+        reduction, self._in_flight = self._in_flight, None
         assert reduction is not None
         mean = reduction.wait()
         broken = not bool(mean.isfinite().all())
@@ -240,15 +240,15 @@ class OuterSteps:
 
         Equal on all ranks, but under ZeRO, where it is that of the rank's slices. Errors are their mean over the ranks.
         """
-        flying = None
-        if self._flying is not None:
-            flying = {"fragment": self._flying.number, "mean": self._flying.wait().clone()}
+        in_flight = None
+        if self._in_flight is not None:
+            in_flight = {"fragment": self._in_flight.number, "mean": self._in_flight.wait().clone()}
         return {
             "steps": self.steps,
             "global": [flat.clone() for flat in self._theta],
             "outer": self.optimizer.state_dict(),
-            "errors": self._mean.errors(self._flying),
-            "in flight": flying,
+            "errors": self._mean.errors(self._in_flight),
+            "in flight": in_flight,
         }
 
     @torch.no_grad()
@@ -263,10 +263,10 @@ class OuterSteps:
             flat.copy_(saved)
         self.optimizer.load_state_dict(state_dict["outer"])
         self._mean.load_errors(state_dict["errors"])
-        if self._flying is not None:
-            self._flying.wait()
+        if self._in_flight is not None:
+            self._in_flight.wait()
         found = state_dict["in flight"]
-        self._flying = None if found is None else Reduction(found["fragment"], found["mean"].clone())
+        self._in_flight = None if found is None else PendingMean(found["fragment"], found["mean"].clone())
 
     def _check_state(self, given: Any) -> None:
         names = {"steps", "global", "outer", "errors", "in flight"}
@@ -280,9 +280,9 @@ class OuterSteps:
     def held_tensors(self) -> list[torch.Tensor]:
         """theta_0, outer state, errors, and what is reduced."""
         states = [v for entry in self.optimizer.state.values() for v in entry.values()]
-        flying = [] if self._flying is None else [self._flying.mean]
+        in_flight = [] if self._in_flight is None else [self._in_flight.mean]
         own = [v for v in states if torch.is_tensor(v) and v.dim() > 0]
-        return [*self._theta, *own, *self._mean.held_tensors(), *flying]
+        return [*self._theta, *own, *self._mean.held_tensors(), *in_flight]
 
 
 def _check_kinds(mixing: Any, compress: Any, error_feedback: Any) -> None:

@@ -39,7 +39,7 @@ _across: weakref.WeakKeyDictionary[Communicator, weakref.WeakKeyDictionary[Commu
 
 
 @dataclass(eq=False)
-class Reduction:
+class PendingMean:
     """A reduction under way.
 
     number: of the tensor.
@@ -89,9 +89,9 @@ class RankMean:
         self.feedback = feedback and compress is not None
         self._errors: dict[int, torch.Tensor] = {}
 
-    def begin(self, number: int, whole: torch.Tensor) -> Reduction:
+    def begin(self, number: int, whole: torch.Tensor) -> PendingMean:
         """Starts the reduction of a tensor: fp32 or fp64 [sizes[number]], overwritten. Collective."""
-        made = Reduction(number, whole)
+        made = PendingMean(number, whole)
         pieces = whole.split(self._counts(whole.numel()))
         piece = pieces[0 if self._node is None else self._node.rank]
 
@@ -107,7 +107,7 @@ class RankMean:
         made.work = self._peers.compound("mean of pseudo-gradients", both, async_op=True)
         return made
 
-    def _compressed(self, made: Reduction, piece: torch.Tensor, compressor: OwnedCompressor) -> None:
+    def _compressed(self, made: PendingMean, piece: torch.Tensor, compressor: OwnedCompressor) -> None:
         values, ranks = piece.to(torch.float32, copy=True), self._peers.size
         if made.number in self._errors:
             values += self._errors[made.number]
@@ -129,7 +129,7 @@ class RankMean:
             piece.copy_(section.result)
         made.error = values if self.feedback else None
 
-    def finish(self, reduction: Reduction) -> None:
+    def finish(self, reduction: PendingMean) -> None:
         """Keeps the error of a reduction whose mean is used."""
         if reduction.error is not None:
             self._errors[reduction.number] = reduction.error
@@ -144,18 +144,18 @@ class RankMean:
 
     # ---- state -------------------------------------------------------------------------------------------------
 
-    def errors(self, flying: Reduction | None = None) -> list[torch.Tensor | None]:
+    def errors(self, in_flight: PendingMean | None = None) -> list[torch.Tensor | None]:
         """The mean over the ranks of what each tensor's reductions still owe, whole, on every rank. Collective.
 
         A rank that loads it in place of its own errors keeps their sum, whatever the number of ranks.
 
-        flying: a reduction that has not been finished, whose error counts as that of its tensor.
+        in_flight: a reduction that has not been finished, whose error counts as that of its tensor.
         """
         found: list[torch.Tensor | None] = []
         for number, size in enumerate(self.sizes):
             own = self._errors.get(number)
-            if flying is not None and flying.number == number and self.feedback:
-                own = flying.error
+            if in_flight is not None and in_flight.number == number and self.feedback:
+                own = in_flight.error
             if own is None:  # on all ranks
                 found.append(None)
                 continue

@@ -41,32 +41,32 @@ def cross_entropy(
     together (4 with label smoothing), none backward; in fp32 for 16-bit logits.
     """
     if isinstance(logits, VocabLogits):
-        logits._group.check_inputs(target, "the targets")
+        logits.group.check_inputs(target, "the targets")
     if not isinstance(logits, VocabLogits) or not _has_losses(logits, target, weight, reduction, label_smoothing):
         whole = logits.whole() if isinstance(logits, VocabLogits) else logits
         return F.cross_entropy(
             whole, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
         )
-    local = rows_of(logits.local.movedim(logits._dim, -1))
+    local = rows_of(logits.local.movedim(logits.vocab_dim, -1))
     flat = target.reshape(-1)
     counted = flat != ignore_index
-    wrong = counted & ((flat < 0) | (flat >= logits._tokens))
+    wrong = counted & ((flat < 0) | (flat >= logits.tokens))
     if bool(wrong.any()):
         raise TrainingError(
-            f"cross_entropy: got the target {int(flat[wrong][0])} with a vocabulary of {logits._tokens}; needs targets "
+            f"cross_entropy: got the target {int(flat[wrong][0])} with a vocabulary of {logits.tokens}; needs targets "
             f"in it, or ignore_index={ignore_index} where none counts"
         )
     autocast = torch.is_autocast_enabled(local.device.type)
     dtype = torch.promote_types(local.dtype, torch.float32) if autocast else local.dtype
     losses, smooth = _TokenLosses.apply(  # type: ignore[no-untyped-call]
-        local, flat, counted, logits._group, logits._tokens, weight, label_smoothing > 0.0
+        local, flat, counted, logits.group, logits.tokens, weight, label_smoothing > 0.0
     )
     counts = factors = counted.to(losses.dtype)
     if weight is not None:
         factors = counts * weight.to(losses.dtype)[torch.where(counted, flat, 0)]
     terms = (1.0 - label_smoothing) * factors * losses
     if label_smoothing:
-        terms = terms + (label_smoothing / logits._tokens) * counts * smooth
+        terms = terms + (label_smoothing / logits.tokens) * counts * smooth
     if reduction == "none":
         return terms.view(target.shape).to(dtype)
     total = terms.sum() if reduction == "sum" else terms.sum() / factors.sum()
@@ -79,10 +79,10 @@ def _has_losses(
     """Returns whether the arguments are as for parts; torch computes with others, or refuses them, on whole logits."""
     dim = min(1, logits.dim() - 1)  # where torch looks for the vocabulary
     return (
-        logits._dim == dim
+        logits.vocab_dim == dim
         and target.dtype == torch.int64
         and target.shape == logits.shape[:dim] + logits.shape[dim + 1 :]
-        and (weight is None or weight.shape == (logits._tokens,))
+        and (weight is None or weight.shape == (logits.tokens,))
         and reduction in ("none", "mean", "sum")
         and 0.0 <= label_smoothing <= 1.0
     )

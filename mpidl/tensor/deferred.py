@@ -2,7 +2,7 @@
 
 model = mpidl.deferred_init(GPT2, config)      shapes, and a tape of how the values come about
 mpidl.parallelize(model, mesh)                 cuts the shapes
-mpidl.tensor.materialize(model)                plays the tape: a whole tensor at a time, of which a rank keeps its part
+mpidl.tensor.materialize(model)                plays the tape: a whole tensor at a time; a rank keeps its part of it
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Elements of a whole tensor that a rank of tp computes within a region, by the tensor's shape; for dropout by index.
 
-heads      [batch, heads, q, k], and [..., heads * width]        runs of heads
-features   [..., features]                                       runs of features, in each segment of a fused layer
+    heads      [batch, heads, q, k], and [..., heads * width]        runs of heads
+    features   [..., features]                                       runs of features, in each segment of a fused layer
 
 `sizes` has the runs; here is which dimension of a tensor they are of.
 """

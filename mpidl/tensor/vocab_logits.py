@@ -28,18 +28,22 @@ class VocabLogits(torch.Tensor):
     The vocabulary may lie in dimension 1 as well, where torch's cross-entropy looks for it. An operation that is not
     known to work on parts gathers them first, so every rank of tp must come to it. Printing and copying take the part
     alone.
+
+    group: the ranks of tp, among which the vocabulary is cut.
+    tokens: how many the whole vocabulary has.
+    vocab_dim: the dimension in which the vocabulary lies, 0 or more.
     """
 
-    _group: TensorGroup
-    _tokens: int
-    _dim: int
+    group: TensorGroup
+    tokens: int
+    vocab_dim: int
     _gathered: torch.Tensor | None = None
 
     @classmethod
     def of(cls, local: torch.Tensor, group: TensorGroup, tokens: int, dim: int = -1) -> VocabLogits:
         """local: [..., this rank's run of `tokens`], or with these in another dimension."""
         made = local.as_subclass(cls)
-        made._group, made._tokens, made._dim = group, tokens, dim % made.dim()
+        made.group, made.tokens, made.vocab_dim = group, tokens, dim % made.dim()
         return made
 
     @property
@@ -50,9 +54,9 @@ class VocabLogits(torch.Tensor):
 
     def whole(self) -> torch.Tensor:
         """[..., vocabulary], gathered. Collective."""
-        last = self.local if _is_last(self) else self.local.movedim(self._dim, -1)
-        gathered = join_last(last, self._group, self._tokens)
-        return gathered if _is_last(self) else gathered.movedim(-1, self._dim)
+        last = self.local if _is_last(self) else self.local.movedim(self.vocab_dim, -1)
+        gathered = join_last(last, self.group, self.tokens)
+        return gathered if _is_last(self) else gathered.movedim(-1, self.vocab_dim)
 
     def _whole_to_read(self) -> torch.Tensor:
         """Gathers them; without gradients once for all operations, as sampling takes several."""
@@ -64,10 +68,10 @@ class VocabLogits(torch.Tensor):
 
     def part_like(self, local: torch.Tensor) -> VocabLogits:
         """Makes logits of other values of the same tokens, in the same dimension."""
-        return VocabLogits.of(local, self._group, self._tokens, self._dim)
+        return VocabLogits.of(local, self.group, self.tokens, self.vocab_dim)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        start, stop = run_of(self._tokens, self._group.ranks, self._group.rank)
+        start, stop = run_of(self.tokens, self.group.ranks, self.group.rank)
         return f"VocabLogits(shape={tuple(self.shape)}, tokens {start}..{stop} here:\n{self.local!r})"
 
     def __format__(self, spec: str) -> str:
@@ -142,8 +146,8 @@ def _local(keep: Callable[[VocabLogits, tuple[Any, ...], dict[str, Any]], Any]) 
             result = function(logits.local, *changed, **kwargs)
         if not torch.is_tensor(result):
             return result
-        dim = logits._dim if result.dim() == logits.dim() else -1
-        return VocabLogits.of(result, logits._group, logits._tokens, dim)
+        dim = logits.vocab_dim if result.dim() == logits.dim() else -1
+        return VocabLogits.of(result, logits.group, logits.tokens, dim)
 
     return handler
 
@@ -152,15 +156,15 @@ def _reordered(logits: VocabLogits, function: Any, args: tuple[Any, ...], kwargs
     """Runs a function that changes the order of dimensions. Those whose vocabulary comes elsewhere are gathered."""
     with torch._C.DisableTorchFunctionSubclass():
         sizes = torch.empty(*range(1, logits.dim() + 1), device="meta")  # each size tells which dimension it is of
-        dim = function(sizes, *args, **kwargs).shape.index(1 + logits._dim)
+        dim = function(sizes, *args, **kwargs).shape.index(1 + logits.vocab_dim)
         if dim not in (1, logits.dim() - 1):
             return NotImplemented
-        return VocabLogits.of(function(logits.local, *args, **kwargs), logits._group, logits._tokens, dim)
+        return VocabLogits.of(function(logits.local, *args, **kwargs), logits.group, logits.tokens, dim)
 
 
 def _is_last(logits: VocabLogits) -> bool:
     """Returns whether the vocabulary lies in the last dimension."""
-    return logits._dim == logits.dim() - 1
+    return logits.vocab_dim == logits.dim() - 1
 
 
 def _as_given(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -183,8 +187,8 @@ def _in_shape(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
         return None
     leading = logits.shape[:-1].numel()
     if shape[-1] == -1 and torch.Size(shape[:-1]).numel() == leading:
-        shape = (*shape[:-1], logits._tokens)
-    if shape[-1] != logits._tokens:
+        shape = (*shape[:-1], logits.tokens)
+    if shape[-1] != logits.tokens:
         return None
     known = -torch.Size(shape[:-1]).numel()  # without the -1, if there is one
     if known > 0 and leading % known == 0:  # the part may be empty, of which torch finds no size
@@ -212,7 +216,7 @@ def _in_index(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _shape(logits: VocabLogits, *_: Any) -> torch.Size:
     with torch._C.DisableTorchFunctionSubclass():
         sizes = list(logits.local.shape)
-    sizes[logits._dim] = logits._tokens
+    sizes[logits.vocab_dim] = logits.tokens
     return torch.Size(sizes)
 
 

@@ -12,7 +12,7 @@ from ..errors import ConfigurationError
 _COPIES = ("__deepcopy__", "__reduce_ex__")
 
 
-class Hook:
+class UnpicklableHook:
     """Calls a function. Copies of a module have the same one."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -22,7 +22,7 @@ class Hook:
         """Calls the function."""
         return self._function(*args, **kwargs)
 
-    def __deepcopy__(self, _: Any) -> Hook:
+    def __deepcopy__(self, _: Any) -> UnpicklableHook:
         return self
 
     def __reduce__(self) -> Any:

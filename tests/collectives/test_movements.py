@@ -66,9 +66,11 @@ def test_all_to_all_with_splits(comm: Communicator, algorithm: str, least: int) 
     scale = max(1, least // max(1, sum(2 * q for q in ranks)))
     leaving = [[scale * (r + 2 * q) for q in ranks] for r in ranks]
     inputs = [values(sum(leaving[r]), r) for r in ranks]
-    coming = [leaving[q][comm.rank] for q in ranks]
-    out = torch.zeros(sum(coming))
-    comm.all_to_all(out, inputs[comm.rank], coming, leaving[comm.rank], algorithm=named(comm, "all_to_all", algorithm))
+    arriving = [leaving[q][comm.rank] for q in ranks]
+    out = torch.zeros(sum(arriving))
+    comm.all_to_all(
+        out, inputs[comm.rank], arriving, leaving[comm.rank], algorithm=named(comm, "all_to_all", algorithm)
+    )
     expected = [inputs[q].split(leaving[q])[comm.rank] for q in ranks]
     assert equal(out, torch.cat(expected))
 

@@ -41,7 +41,7 @@ class Chunk:
 
     x, out: where in the host's memory its arrays lie.
     counts: elements of each rank's part, or of what is sent to each rank.
-    coming: of what comes from each.
+    arriving: of what comes from each.
     elements: of its larger array, the same on all ranks.
     """
 
@@ -51,7 +51,7 @@ class Chunk:
     out: Range | None
     elements: int
     counts: tuple[int, ...] = ()
-    coming: tuple[int, ...] = ()
+    arriving: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +129,12 @@ def all_to_all(splits: Splits, largest: int, room: int) -> StagingPlan:
     chunks = []
     size = max(1, room // 2 // len(splits.leaving))
     for number in range(max(1, -(-largest // size))):
-        leaving, coming = nth(splits.leaving, number, size), nth(splits.coming, number, size)
-        gone, come = _starts(leaving), _starts(coming, room // 2)
+        leaving, arriving = nth(splits.leaving, number, size), nth(splits.arriving, number, size)
+        gone, come = _starts(leaving), _starts(arriving, room // 2)
         gives = tuple(CopyPiece(*part, place) for part, place in zip(leaving, gone, strict=False))
-        takes = tuple(CopyPiece(*part, place) for part, place in zip(coming, come, strict=False))
+        takes = tuple(CopyPiece(*part, place) for part, place in zip(arriving, come, strict=False))
         out = (come[0], come[-1])
-        chunks.append(Chunk(gives, takes, (0, gone[-1]), out, gone[-1], _sizes(leaving), _sizes(coming)))
+        chunks.append(Chunk(gives, takes, (0, gone[-1]), out, gone[-1], _sizes(leaving), _sizes(arriving)))
     return StagingPlan(tuple(chunks))
 
 
@@ -170,7 +170,7 @@ def on_host(operation: str, chunk: Chunk, memory: Buffer, arguments: Sequence[An
         return out, x, chunk.counts
     if operation == "all_to_all":
         even = arguments[2].uniform and len(set(chunk.counts)) == 1
-        return out, x, Splits(chunk.counts, chunk.coming, even)
+        return out, x, Splits(chunk.counts, chunk.arriving, even)
     return out, x, arguments[2], chunk.counts
 
 

@@ -1,8 +1,8 @@
 """Copies between a tensor's memory and the host's, concurrently with computation in either.
 
-    current stream   ... gradients  B  . . . . . . . . . . . . . .  E  ...   (join)
-    line of copies                    g0 | g1 | g2 | ...
-    host                                 g0 is there: a step on it, while g1 comes
+    current stream   ... a0 a1 a2   B  . . . . . . . . . . . . . .  E  ...   (join)
+    line of copies                    a0 | a1 | a2 | ...
+    host                                 a0 is there: the host computes with it, while a1 arrives
 
 A line's copies run one after another, each after what the caller's current stream held when it was started.
 """

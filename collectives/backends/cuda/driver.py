@@ -205,7 +205,7 @@ class CudaDevice(Device):
 
     def torch_stream(self) -> CudaStream:
         """Implements `Device.torch_stream`."""
-        # torch.cuda.current_stream makes an object of torch's, for every gradient of a pass.
+        # Not torch.cuda.current_stream, which makes an object of torch's at every call.
         return CudaStream(self._runtime, torch._C._cuda_getCurrentRawStream(self.index), False)
 
     def using(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:

@@ -144,7 +144,7 @@ class Staged:
         rest = tuple(a for a in arguments if not isinstance(a, (Buffer, list, tuple)) and a is not None)
         if operation == "all_to_all":
             rest = (arguments[2].uniform,)
-        shape = chunk.x, chunk.out, chunk.counts, chunk.coming
+        shape = chunk.x, chunk.out, chunk.counts, chunk.arriving
         key = operation, algorithm, slot, dtype, shape, rest
         call = self._calls.get(key)
         if call is None:

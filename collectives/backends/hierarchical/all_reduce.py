@@ -171,8 +171,8 @@ class PipelinedAllReduce:
                 inputs[self._rank] = run.x.flat[low + start : low + stop]
             partial_of(run.op).combine(inputs, [partial], run.x.dtype, run.factors, self._scratch)
         ranges = self._ranges(run, stop - start)
-        coming = self._coming(run, segment, ranges)
-        run.parts[segment] = [self._across.Irecv([coming[node], MPI.BYTE], node, _PARTS) for node in self._others] + [
+        arriving = self._arriving(run, segment, ranges)
+        run.parts[segment] = [self._across.Irecv([arriving[node], MPI.BYTE], node, _PARTS) for node in self._others] + [
             self._across.Isend([partial[slice(*ranges[node])], MPI.BYTE], node, _PARTS) for node in self._others
         ]
 
@@ -184,7 +184,7 @@ class PipelinedAllReduce:
             result = run.x.flat[low:high]
         else:
             result = run.views.results[segment % _RESULTS][self._rank][: stop - start]
-        contributions = self._coming(run, segment, ranges)
+        contributions = self._arriving(run, segment, ranges)
         mine = slice(*ranges[self._node])
         contributions[self._node] = self._partial(run, segment, stop - start)[mine]
         wait_all(run.parts.pop(segment))
@@ -224,7 +224,7 @@ class PipelinedAllReduce:
             return run.x.flat[slice(*run.range(segment))]
         return self._turn("partial", run, segment, size)
 
-    def _coming(self, run: _InFlight, segment: int, ranges: Ranges) -> list[Array]:
+    def _arriving(self, run: _InFlight, segment: int, ranges: Ranges) -> list[Array]:
         """The memory for each node's contribution to this node's part."""
         low, high = ranges[self._node]
         memory = self._turn("contributions", run, segment, self._nodes * (high - low))

@@ -71,7 +71,7 @@ class _Held:
 
     channel: Channel
     leaving: int
-    coming: int
+    arriving: int
 
 
 class Movements:
@@ -101,12 +101,12 @@ class Movements:
 
     def all_to_all(self, out: Buffer, x: Buffer, splits: Splits) -> Call:
         """Sends a part from each rank to each."""
-        return _Movement(self, "all_to_all", x, out, 0, splits.leaving, splits.coming, known=splits.uniform)
+        return _Movement(self, "all_to_all", x, out, 0, splits.leaving, splits.arriving, known=splits.uniform)
 
     def gather(self, out: Buffer | None, x: Buffer, root: int, counts: Sequence[int]) -> Call:
         """Sends a part from each rank to the root."""
-        coming = counts if self.rank == root else [0] * self.size
-        return _Movement(self, "gather", x, out, root, counts, coming, known=True)
+        arriving = counts if self.rank == root else [0] * self.size
+        return _Movement(self, "gather", x, out, root, counts, arriving, known=True)
 
     def scatter(self, out: Buffer, x: Buffer | None, root: int, counts: Sequence[int]) -> Call:
         """Sends a part from the root to each rank."""
@@ -177,8 +177,8 @@ class Movements:
 class _Movement:
     """A movement of given arrays, to be called any number of times. Collective.
 
-    leaving, coming: elements of the parts of x for each rank and of out from each; of gather and scatter those of every
-        rank.
+    leaving, arriving: elements of the parts of x for each rank and of out from each; of gather and scatter those of
+        every rank.
     known: this rank knows from them how large all parts are that go through its node.
 
     What is worked out is kept for the next call: the ticks for each turn that they may begin with.
@@ -192,7 +192,7 @@ class _Movement:
         out: Buffer | None,
         root: int,
         leaving: Sequence[int],
-        coming: Sequence[int],
+        arriving: Sequence[int],
         *,
         known: bool,
     ) -> None:
@@ -203,14 +203,14 @@ class _Movement:
         self._row = group.meetings.pack(Entry(operation, some.dtype.name, root=root), None)
         self._seen = b""
         self._held = group.held(operation, root)
-        self._needs_memory = not known or any(held.leaving >= 0 or held.coming >= 0 for held in self._held)
+        self._needs_memory = not known or any(held.leaving >= 0 or held.arriving >= 0 for held in self._held)
         self._bytes = group.segment_bytes(operation, root)
-        self._sizes = None if known else np.array([*leaving, *coming], np.int64)
+        self._sizes = None if known else np.array([*leaving, *arriving], np.int64)
         self._table: Array | None = None
-        self._leaving, self._coming = leaving, coming
+        self._leaving, self._arriving = leaving, arriving
         # Where the part for each rank begins in x, and the one from each in out; one that is alone there at 0.
         self._x_starts = (0,) * group.size if operation == "gather" else (0, *accumulate(leaving))
-        self._out_starts = (0,) * group.size if operation == "scatter" else (0, *accumulate(coming))
+        self._out_starts = (0,) * group.size if operation == "scatter" else (0, *accumulate(arriving))
         self._made: dict[int, list[_Tick]] = {}
 
     def __call__(self) -> None:
@@ -269,8 +269,8 @@ class _Movement:
         if self._table is not None and np.array_equal(self._table, table):
             return
         group, self._made = self._group, {}
-        leaving, coming = table[:, : group.size], table[:, group.size :]
-        given, taken = leaving[:, list(group.members)], coming[:, list(group.members)].T
+        leaving, arriving = table[:, : group.size], table[:, group.size :]
+        given, taken = leaving[:, list(group.members)], arriving[:, list(group.members)].T
         if not np.array_equal(given, taken):
             giver, taker = (int(i) for i in np.argwhere(given != taken)[0])
             names = group.meetings.names
@@ -332,7 +332,7 @@ class _Movement:
                 assert self._out is not None
                 mine = self._out[self._out_starts[source] :]
                 for segment, low, high in _segments(start, stop, size):
-                    memory = self._segment(one.receiver, held.coming, segment, turn)
+                    memory = self._segment(one.receiver, held.arriving, segment, turn)
                     first = segment * size
                     copied = mine[low - start : high - start], memory[low - first : high - first]
                     (ticks[segment].own if one.is_local else ticks[segment + ready].gets).append(copied)
@@ -357,7 +357,7 @@ class _Movement:
     def _coming_segment(self, held: _Held, segment: int, low: int, high: int, turn: int) -> Array:
         one = held.channel
         if one.is_got:
-            return self._segment(one.receiver, held.coming, segment, turn)[: high - low]
+            return self._segment(one.receiver, held.arriving, segment, turn)[: high - low]
         assert self._out is not None
         first = self._out_starts[one.parts[0][0]]
         return self._out[first + low : first + high]

@@ -122,7 +122,7 @@ class PipelinedReduceScatter:
                 self._slot(run, segment, self._rank, number)[: high - low] = run.x.flat[low:high]
 
     def _combine(self, run: _InFlight, segment: int) -> None:
-        partial, coming = self._partial(run, segment), self._memory_of(run, "contributions", segment)
+        partial, arriving = self._partial(run, segment), self._memory_of(run, "contributions", segment)
         sizes = []
         for node in range(self._nodes):
             number = node * self._ranks + self._rank
@@ -139,7 +139,7 @@ class PipelinedReduceScatter:
             partial_of(run.op).combine(inputs, target, run.x.dtype, run.factors, self._scratch)
         mine = sizes[self._node]
         run.requests[segment] = [
-            self._across.Irecv([coming[node][:mine], MPI.BYTE], node, _TAG) for node in self._others if mine
+            self._across.Irecv([arriving[node][:mine], MPI.BYTE], node, _TAG) for node in self._others if mine
         ] + [
             self._across.Isend([partial[node][: sizes[node]], MPI.BYTE], node, _TAG)
             for node in self._others

@@ -20,10 +20,10 @@ slices there is a barrier for each chunk and one more. Whole, there is one in al
 symmetric ones too, as pull and push take two.
 
 Contributions are added in the order of ranks, ((x0 + x1) + x2) + ..., however the data is cut; fp16 and bf16 are added
-in fp32 and rounded once. So results do not depend on slices, chunks or buckets, and are the same bits on every rank.
+in fp32 and rounded once. So slices, chunks and packing change no result, and the bits are the same on every rank.
 
 An Operation can be run again on the same arrays. It keeps what it worked out, a list of calls on views, for as long as
-the rows are the same, byte by byte; that is how an operation of a training loop costs a few microseconds of Python.
+the rows are the same, byte by byte; so an operation that is run again costs a few microseconds of Python.
 
     backend      the operations, as a `Backend`; `group`: the state that they share
     operation    from the ranks' meeting (`backends.meeting`) to the calls

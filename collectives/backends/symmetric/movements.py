@@ -31,28 +31,28 @@ class Movements(Group):
 
     def all_to_all(self, out: Buffer, x: Buffer, splits: Splits) -> Operation:
         """Each rank reads its part of the others' x, or writes its own to theirs."""
-        movement = Movement(_ranges(splits.leaving), _ranges(splits.coming), self.ranks)
+        movement = Movement(_ranges(splits.leaving), _ranges(splits.arriving), self.ranks)
         return self._move(entry_of("all_to_all", x), out, x, movement)
 
     def broadcast(self, x: Buffer, root: int) -> Operation:
         """Each rank reads the root's."""
         everything, nothing = (0, x.size), [_NOTHING] * self.ranks
         leaving = [_NOTHING if peer == root else everything for peer in range(self.ranks)]
-        coming = [everything if peer == root else _NOTHING for peer in range(self.ranks)]
-        movement = Movement(leaving, nothing, 1) if self.rank == root else Movement(nothing, coming, 1)
+        arriving = [everything if peer == root else _NOTHING for peer in range(self.ranks)]
+        movement = Movement(leaving, nothing, 1) if self.rank == root else Movement(nothing, arriving, 1)
         return self._move(entry_of("broadcast", x, root=root, elements=x.size), x, x, movement)
 
     def gather(self, out: Buffer | None, x: Buffer, root: int, counts: Sequence[int]) -> Operation:
         """The root reads all others' x."""
         leaving = [(0, x.size) if peer == root else _NOTHING for peer in range(self.ranks)]
-        coming = [_NOTHING] * self.ranks if out is None else _ranges(counts)
-        return self._move(entry_of("gather", x, root=root), out, x, Movement(leaving, coming, 1))
+        arriving = [_NOTHING] * self.ranks if out is None else _ranges(counts)
+        return self._move(entry_of("gather", x, root=root), out, x, Movement(leaving, arriving, 1))
 
     def scatter(self, out: Buffer, x: Buffer | None, root: int, counts: Sequence[int]) -> Operation:
         """Each rank reads its part of the root's x."""
         leaving = [_NOTHING] * self.ranks if x is None else _ranges(counts)
-        coming = [(0, out.size) if peer == root else _NOTHING for peer in range(self.ranks)]
-        return self._move(entry_of("scatter", out, root=root), out, x, Movement(leaving, coming, self.ranks))
+        arriving = [(0, out.size) if peer == root else _NOTHING for peer in range(self.ranks)]
+        return self._move(entry_of("scatter", out, root=root), out, x, Movement(leaving, arriving, self.ranks))
 
     def _move(self, entry: Entry, out: Buffer | None, x: Buffer | None, movement: Movement) -> Operation:
         """Makes the call of a movement, which differs from others in who gives which part to whom."""
@@ -62,7 +62,7 @@ class Movements(Group):
         stages, staging = self._staged_movement(entry, some, out, x, movement), self.staging_of(entry)
 
         def own() -> Program:
-            (low, high), (start, stop) = movement.leaving[me], movement.coming[me]
+            (low, high), (start, stop) = movement.leaving[me], movement.arriving[me]
             return self._copied(x.flat[low:high], out.flat[start:stop]) if x and out and stop > start else []
 
         def program(meeting: Meeting) -> Program | None:
@@ -84,7 +84,7 @@ class Movements(Group):
                 calls = own()
                 assert x is not None
                 sources = self._arrays(meeting, x)
-                for peer, (low, high) in self._others(movement.coming):
+                for peer, (low, high) in self._others(movement.arriving):
                     assert out is not None
                     start = meeting.leaving(peer, me)
                     calls += self._copied(sources[peer][start : start + high - low], out.flat[low:high])
@@ -95,12 +95,12 @@ class Movements(Group):
                 targets = self._arrays(meeting, out, outputs=True)
                 for peer, (low, high) in self._others(movement.leaving):
                     assert x is not None
-                    start = meeting.coming(peer, me)
+                    start = meeting.arriving(peer, me)
                     calls += self._copied(x.flat[low:high], targets[peer][start : start + high - low])
                 return [*calls, self._barrier]
             assert self._peers is not None
             calls, places = own(), meeting.addresses(outputs=False)
-            for peer, (low, high) in self._others(movement.coming):
+            for peer, (low, high) in self._others(movement.arriving):
                 assert out is not None
                 place = places[peer] + meeting.leaving(peer, me) * itemsize
                 calls.append(self._peers.read(peer, place, out.flat[low:high]))
@@ -116,7 +116,7 @@ class Movements(Group):
             for giver, source in enumerate(sources):
                 for taker, target in enumerate(targets):
                     size, low = meeting.elements(giver, taker), meeting.leaving(giver, taker)
-                    start = meeting.coming(taker, giver)
+                    start = meeting.arriving(taker, giver)
                     if size:
                         calls += self._copied(source[low : low + size], target[start : start + size])
         return calls
@@ -131,7 +131,7 @@ class Movements(Group):
         size = self._share(entry, some, movement)
         slots = [0] * self.ranks if movement.fan == 1 else [peer * size for peer in range(self.ranks)]
         leaving = {slots[peer]: movement.leaving[peer] for peer, _ in self._others(movement.leaving)}
-        coming, copy = self._others(movement.coming), self.processor.copy
+        arriving, copy = self._others(movement.arriving), self.processor.copy
 
         def copy_in(chunk: int, scratch: list[Array]) -> Program:
             calls: Program = []
@@ -144,7 +144,7 @@ class Movements(Group):
 
         def copy_out(chunk: int, scratch: list[Array]) -> Program:
             calls: Program = []
-            for peer, (start, stop) in coming:
+            for peer, (start, stop) in arriving:
                 assert out is not None
                 part = out.flat[min(start + chunk * size, stop) : min(start + (chunk + 1) * size, stop)]
                 slot = slots[self.rank]

@@ -21,7 +21,7 @@ class Movement:
     """
 
     leaving: Ranges
-    coming: Ranges
+    arriving: Ranges
     fan: int
 
 
@@ -54,7 +54,7 @@ class Operation(MeetsInMemory):
         self._dtype = some.dtype
         result = out or private_out
         self._addresses = (x.address if x else 0, result.address if result else 0)
-        self._ranges = b"" if movement is None else group.meetings.pack_ranges(movement.leaving, movement.coming)
+        self._ranges = b"" if movement is None else group.meetings.pack_ranges(movement.leaving, movement.arriving)
         self._find()
 
     def _find(self) -> None:

@@ -3,6 +3,9 @@
 To add one: a file here, its name in `NAMES`, its function under each operation of `ALGORITHMS` that it serves, and its
 row below. CONTRIBUTING.md has the tests.
 
+`prefix_tree` has the scans of "tree". `hierarchical` has the schedules of `backends.hierarchical`, which stand in no
+table here, as they depend on the ranks of each node.
+
 log2 p is rounded up. P: the pieces that each half of the data is cut into (`double_tree`).
 
 | family | operations | rounds | bytes sent a rank (n: the operation's larger buffer) |

@@ -93,8 +93,8 @@ def all_to_all(ranks: int) -> Schedule:
         steps: list[Round] = [(copy(chunk(Role.IN, rank), chunk(Role.OUT, rank)),)]
         for k, distances in enumerate(moving):
             steps.append(_copies([(places[j], (Role.WORK, i)) for i, j in enumerate(distances)]))
-            leaving, coming = Chunks(Role.WORK, 0, len(distances)), Chunks(Role.WORK, areas[k], areas[k + 1])
-            steps.append((send(leaving, (rank + (1 << k)) % ranks), recv(coming, (rank - (1 << k)) % ranks)))
+            leaving, arriving = Chunks(Role.WORK, 0, len(distances)), Chunks(Role.WORK, areas[k], areas[k + 1])
+            steps.append((send(leaving, (rank + (1 << k)) % ranks), recv(arriving, (rank - (1 << k)) % ranks)))
             for i, j in enumerate(distances):
                 places[j] = (Role.WORK, areas[k] + i)
         arrived = [(places[j], (Role.OUT, (rank - j) % ranks)) for j in range(1, ranks)]

@@ -123,13 +123,13 @@ def _from_root(there: tuple[int, ...], root: int, step: int) -> Iterator[Channel
 
 
 def _channel(operation: str, parts: tuple[tuple[int, int], ...], sender: int, receiver: int) -> Channel:
-    leaving, coming = ([number(operation, *part) for part in parts] for number in (input_chunk, output_chunk))
+    leaving, arriving = ([number(operation, *part) for part in parts] for number in (input_chunk, output_chunk))
     return Channel(
         parts,
         sender,
         receiver,
         is_put=any(source != sender for source, _ in parts) or not _is_run(leaving),
-        is_got=any(destination != receiver for _, destination in parts) or not _is_run(coming),
+        is_got=any(destination != receiver for _, destination in parts) or not _is_run(arriving),
     )
 
 
@@ -170,18 +170,18 @@ def movement(operation: str, nodes: Nodes, root: int = 0) -> Schedule:
             one = found[number]
             for place, (source, destination) in enumerate(one.parts):
                 leaving = chunk(Role.IN, input_chunk(operation, source, destination))
-                coming = chunk(Role.OUT, output_chunk(operation, source, destination))
+                arriving = chunk(Role.OUT, output_chunk(operation, source, destination))
                 if one.is_put:
                     puts += _passed(rank, source, leaving, one.sender, cells.leaving(number, place))
                 if one.is_got:
-                    gets += _passed(rank, one.receiver, cells.coming(number, place), destination, coming)
+                    gets += _passed(rank, one.receiver, cells.arriving(number, place), destination, arriving)
             if not one.is_local:
                 messages += _passed(
                     rank,
                     one.sender,
                     cells.leaving(number) if one.is_put else _run(Role.IN, input_chunk, operation, one),
                     one.receiver,
-                    cells.coming(number) if one.is_got else _run(Role.OUT, output_chunk, operation, one),
+                    cells.arriving(number) if one.is_got else _run(Role.OUT, output_chunk, operation, one),
                 )
         return [tuple(steps) for steps in (puts, messages, gets) if steps]
 
@@ -194,12 +194,12 @@ class _Cells:
     def __init__(self, found: list[Channel]) -> None:
         self._found = found
         self._leaving: dict[int, int] = {}
-        self._coming: dict[int, int] = {}
+        self._arriving: dict[int, int] = {}
         used: dict[int, int] = defaultdict(int)
         for number, one in enumerate(found):
             for wanted, starts, rank in (
                 (one.is_put, self._leaving, one.sender),
-                (one.is_got and not one.is_local, self._coming, one.receiver),
+                (one.is_got and not one.is_local, self._arriving, one.receiver),
             ):
                 if wanted:
                     starts[number] = used[rank]
@@ -209,8 +209,8 @@ class _Cells:
     def leaving(self, number: int, place: int | None = None) -> Chunks:
         return self._cells(self._leaving[number], number, place)
 
-    def coming(self, number: int, place: int | None = None) -> Chunks:
-        starts = self._leaving if self._found[number].is_local else self._coming
+    def arriving(self, number: int, place: int | None = None) -> Chunks:
+        starts = self._leaving if self._found[number].is_local else self._arriving
         return self._cells(starts[number], number, place)
 
     def _cells(self, start: int, number: int, place: int | None) -> Chunks:

@@ -22,8 +22,8 @@ def _reduce_rounds(rank: int, ranks: int) -> list[Round]:
     right, left = (rank + 1) % ranks, (rank - 1) % ranks
     rounds: list[Round] = []
     for step in range(1, ranks):
-        leaving, coming = (rank - step) % ranks, (rank - step - 1) % ranks
-        rounds.append((send(chunk(Role.WORK, leaving), right), reduce(coming, coming + 1, left)))
+        leaving, arriving = (rank - step) % ranks, (rank - step - 1) % ranks
+        rounds.append((send(chunk(Role.WORK, leaving), right), reduce(arriving, arriving + 1, left)))
     return [*rounds, (finish(rank, rank + 1),)]
 
 

@@ -104,7 +104,7 @@ class Uncompressed(Compressor):
         return (8 if needs_all else 4) * elements * (ranks - 1) / ranks
 
 
-class Trial(Protocol):
+class Candidate(Protocol):
     """A reduction that may be chosen."""
 
     @property
@@ -142,7 +142,7 @@ class AutoChoice:
 
     def __init__(
         self,
-        candidates: Mapping[str, Trial],
+        candidates: Mapping[str, Candidate],
         world: Communicator,
         parameters: Sequence[torch.nn.Parameter],
         shards: Communicator | None,

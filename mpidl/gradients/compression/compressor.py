@@ -237,12 +237,12 @@ class OwnedCompressor(Compressor):
         start, stop = section.pieces[me]
         own = values[start:stop]
         leaving = [0 if rank == me else size for rank, size in enumerate(sizes)]
-        coming = [0 if rank == me else sizes[me] for rank in range(exchange.size)]
-        sent, received = (self.pool.take(sum(each), torch.uint8, values.device) for each in (leaving, coming))
+        arriving = [0 if rank == me else sizes[me] for rank in range(exchange.size)]
+        sent, received = (self.pool.take(sum(each), torch.uint8, values.device) for each in (leaving, arriving))
         for (first, last), message in zip(section.pieces, sent.split(leaving), strict=True):
             if message.numel():
                 self.compress(values[first:last], message, values[first:last] if keeps else None)
-        yield started(exchange.phases[0].all_to_all(received, sent, coming, leaving, async_op=True))
+        yield started(exchange.phases[0].all_to_all(received, sent, arriving, leaving, async_op=True))
         for message in received.split(sizes[me]) if received.numel() else ():
             self.decompress(message, own, add=True)
         self.pool.give_back(sent, received)

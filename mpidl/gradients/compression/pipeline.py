@@ -21,7 +21,7 @@ from ...comm_hooks import Then, plain_wait
 from .compressor import Steps
 
 
-class Reduction(Then):
+class PipelinedReduction(Then):
     """The reduction of one bucket: the handle of the communication hook.
 
     phases_entered: int; how many it has begun.
@@ -61,26 +61,26 @@ class Pipeline:
     """The reductions under way, in the order of their buckets."""
 
     def __init__(self) -> None:
-        self._under_way: list[Reduction] = []
+        self._under_way: list[PipelinedReduction] = []
 
-    def start(self, steps: Steps, found: Callable[[], torch.Tensor | None]) -> Reduction:
+    def start(self, steps: Steps, found: Callable[[], torch.Tensor | None]) -> PipelinedReduction:
         """Starts the first phase of a bucket's reduction, and continues earlier ones."""
         self.poll()
-        made = Reduction(self, steps, found)
+        made = PipelinedReduction(self, steps, found)
         self._under_way.append(made)
         made.enter_next_phase()
         return made
 
     def poll(self) -> None:
         """Continues each reduction whose phase is over, as far as the one before it has come."""
-        before: Reduction | None = None
+        before: PipelinedReduction | None = None
         for each in self._under_way:
             while _may_continue(each, before) and each.is_completed():
                 each.enter_next_phase()
             before = each
         self._under_way = [each for each in self._under_way if not each.done]
 
-    def finish(self, until: Reduction, wait: Callable[[Work], None]) -> None:
+    def finish(self, until: PipelinedReduction, wait: Callable[[Work], None]) -> None:
         """Completes the reductions up to this one; the later ones go on meanwhile."""
         while not until.done:
             first = self._under_way[0]
@@ -93,5 +93,5 @@ class Pipeline:
             self.finish(self._under_way[-1], plain_wait)
 
 
-def _may_continue(each: Reduction, before: Reduction | None) -> bool:
+def _may_continue(each: PipelinedReduction, before: PipelinedReduction | None) -> bool:
     return not each.done and (before is None or before.done or before.phases_entered > each.phases_entered)

@@ -61,13 +61,13 @@ class TopK(FractionCompressor):
                     _add(section.result[start:stop], message, section.contributions)
             yield []
             return
-        coming = [lengths[me]] * exchange.size
-        received = sent.new_empty(sum(coming))
-        yield started(exchange.phases[0].all_to_all(received, sent, coming, lengths, async_op=True))
+        arriving = [lengths[me]] * exchange.size
+        received = sent.new_empty(sum(arriving))
+        yield started(exchange.phases[0].all_to_all(received, sent, arriving, lengths, async_op=True))
         start, stop = section.pieces[me]
         own = section.result[start:stop] if section.needs_all else section.result
         own.zero_()
-        for message in received.split(coming):
+        for message in received.split(arriving):
             _add(own, message, section.contributions)
         if not section.needs_all:
             yield []

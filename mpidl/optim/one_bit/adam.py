@@ -19,7 +19,7 @@ import torch
 
 from collectives import Communicator
 
-from ...gradients.compression.pipeline import Reduction
+from ...gradients.compression.pipeline import PipelinedReduction
 from ...gradients.compression.sign import CHUNK
 from ...optimizer_trial import StepNeeds
 from ...setting_checks import integer, require
@@ -149,7 +149,7 @@ class OneBitAdam(FreezingOptimizer):
                     self._descend(bucket, step, strided)
         self._count(steps=step)
 
-    def _exchange_momentum(self, bucket: FlatBucket, step: int, scratch: torch.Tensor) -> Reduction:
+    def _exchange_momentum(self, bucket: FlatBucket, step: int, scratch: torch.Tensor) -> PipelinedReduction:
         """Starts a step after the freeze: each chunk of m is advanced as it is sent, and used as its mean arrives."""
         beta1, eps, groups = self.defaults["betas"][0], self.defaults["eps"], bucket.of_group(self.param_groups)
         gradients = [None if g is None else g.reshape(-1) for g in bucket.gradients()]

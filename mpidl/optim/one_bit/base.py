@@ -15,7 +15,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from collectives import Communicator
@@ -23,7 +22,8 @@ from collectives import Communicator
 from ...comm_hooks import GradBucket, Handle, Then, average_some, completed
 from ...errors import ConfigurationError, TrainingError
 from ...gradients.buckets import MIB, BucketLayout, assign, layout_of
-from ...gradients.compression.pipeline import Reduction
+from ...gradients.compression.pipeline import PipelinedReduction
+from ...job.agreement import is_anywhere
 from ...mesh.groups import data_group
 from ...replicas.start_check import check_settings_agree
 from ...setting_checks import require
@@ -275,7 +275,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         array: torch.Tensor,
         advance: OfRange | None = None,
         arrived: OfRange | None = None,
-    ) -> Reduction:
+    ) -> PipelinedReduction:
         """Starts to exchange an array of a bucket. advance, arrived: as of `OneBitExchange.start`."""
         assert self._exchange is not None
         self._has_errors = self._feeds_back
@@ -283,9 +283,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def _all_agree(self, on: bool) -> bool:
         """Tells if all ranks say yes. Collective."""
-        flag = np.array([not on], np.uint8)
-        self._ready_exchange().averaging.all_reduce(flag, "max")
-        return not flag[0]
+        return not is_anywhere(self._ready_exchange().averaging, not on)
 
     # ---- states -----------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from collectives import ArgumentError, Communicator, Work
 from ...errors import ConfigurationError
 from ...gradients.buckets import BucketLayout
 from ...gradients.compression.compressor import Steps, started
-from ...gradients.compression.pipeline import Pipeline, Reduction
+from ...gradients.compression.pipeline import Pipeline, PipelinedReduction
 from ...gradients.compression.section_layout import SectionLayout, by_pieces
 from ...gradients.compression.sign import CHUNK, Sign, sum_of_squares
 from ...job import communicator_pool
@@ -130,7 +130,7 @@ class OneBitExchange:
 
     def start(
         self, array: torch.Tensor, errors: Errors, advance: OfRange | None = None, arrived: OfRange | None = None
-    ) -> Reduction:
+    ) -> PipelinedReduction:
         """Starts the exchange of an array, which becomes the mean; the handle's `wait()` completes it.
 
         advance(start, stop): makes these elements of the array, once for each, before they are sent; by default they
@@ -190,16 +190,16 @@ class OneBitExchange:
         me, size, pieces, sign = self._phases[0].rank, self._phases[0].size, errors.layout.pieces, self._sign
         sizes = [sign.message_bytes(stop - start) for start, stop in pieces]
         leaving = [0 if rank == me else each for rank, each in enumerate(sizes)]
-        coming = [0 if rank == me else sizes[me] for rank in range(size)]
+        arriving = [0 if rank == me else sizes[me] for rank in range(size)]
         pool = sign.pool
-        sent, received = (pool.take(sum(each), torch.uint8, values.device) for each in (leaving, coming))
+        sent, received = (pool.take(sum(each), torch.uint8, values.device) for each in (leaving, arriving))
         for rank, ((start, stop), message) in enumerate(zip(pieces, sent.split(leaving), strict=True)):
             if rank != me:
                 piece = values[start:stop]
                 sign.compress(piece, message, piece, count=errors.counted(rank), squares=squares[rank])
                 errors.zero_masked(rank, piece)
         self.sent_bytes += sent.numel() + (size - 1) * sizes[me]
-        yield started(self._phases[0].all_to_all(received, sent, coming, leaving, async_op=True))
+        yield started(self._phases[0].all_to_all(received, sent, arriving, leaving, async_op=True))
 
         own, total = values[slice(*pieces[me])], 0.0
         readers = [sign.reader(message) for message in received.split(sizes[me])]

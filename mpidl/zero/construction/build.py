@@ -40,7 +40,7 @@ from ...optim.trust_ratio import TrustRatioOptimizer, squared_norms_over
 from ...optimizer_trial import StepNeeds, comparable, exchanges_gradients
 from ...replicas.broadcast import broadcast_states
 from ...replicas.start_check import check_models_agree, check_settings_agree
-from ..copy_guard import Hook, refuse_copies
+from ..copy_guard import UnpicklableHook, refuse_copies
 from ..forward_label import label_forward
 from ..gradients.grad_attribute import GradAttributes
 from ..gradients.shard_reducer import ShardReducer
@@ -147,7 +147,7 @@ def build(
         reduced.sums_whole, shard_reducer.hook = True, (inner.optimizer, inner.hook)
     else:
         inner = _inner(plan, group, slices, optimizer_class, kwargs, options.mesh)
-    hooks.append(model.register_state_dict_post_hook(Hook(with_own_storages)))
+    hooks.append(model.register_state_dict_post_hook(UnpicklableHook(with_own_storages)))
     hooks += divide_contributions(model.parameters(), divisor)
     refuse_copies(model)
     guard = WeightGuard(owner, model, names, parameters)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...errors import ConfigurationError
-from .tape import Operation, Start, Tape, View
+from .tape import RecordedOperation, Start, Tape, View
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -161,7 +161,7 @@ class Recording(TorchDispatchMode):
             # Another argument may be a view of a storage that is overwritten.
             whole = self._storages_of([t for t in written if _overwrites(function, t)]) - self._storages_of(read)
             seen = tree_map(lambda leaf: self.view(leaf) if torch.is_tensor(leaf) else leaf, (args, called))
-            operation = Operation(
+            operation = RecordedOperation(
                 function,
                 seen[0],
                 seen[1],
@@ -184,7 +184,9 @@ class Recording(TorchDispatchMode):
         stand_in = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         place = self._new(stand_in)
         made = frozenset([place.storage])
-        self.tape.add(Operation(torch.ops.aten.clone.default, (value,), {}, (place,), writes=made, overwrites=made))
+        self.tape.add(
+            RecordedOperation(torch.ops.aten.clone.default, (value,), {}, (place,), writes=made, overwrites=made)
+        )
         return stand_in
 
     def _new(self, tensor: torch.Tensor) -> View:

@@ -51,7 +51,7 @@ class View:
 
 
 @dataclass
-class Operation:
+class RecordedOperation:
     """One call of a torch operator.
 
     args, kwargs: as it was called, with Views in place of recorded tensors.
@@ -95,7 +95,7 @@ class Tape:
     """
 
     def __init__(self) -> None:
-        self.operations: list[Operation] = []
+        self.operations: list[RecordedOperation] = []
         self.bytes_of: list[int] = []
         self.first: torch.Tensor | None = None
         self.end: int | None = None
@@ -104,7 +104,7 @@ class Tape:
         self._writers: dict[int, list[int]] = {}
         self.forget()
 
-    def add(self, operation: Operation) -> int:
+    def add(self, operation: RecordedOperation) -> int:
         """Appends it; returns its number."""
         number = len(self.operations)
         self.operations.append(operation)

@@ -1,9 +1,9 @@
 """A unit of stage 3 over several nodes: a rank's shards of it, and the memory in which its node keeps it whole.
 
 shard         this rank's part of each flat group of parameters; the optimizer steps on it; always in memory
-whole         the flat group, in memory that the node's ranks share; `gather` brings its pages, `discard`
-              gives them back; the addresses stay, so that what autograd has saved of it is right once gathered anew.
-              It holds the shards' values; with `compress_parameters=` decompressed ones, except in `gathered`
+whole         the flat group, in memory that the node's ranks share; `gather` brings its pages, `discard` gives them
+              back; the addresses stay, so that what autograd has saved of it is right once gathered anew. It holds
+              the shards' values; with `compress_parameters=` decompressed ones, except in `gathered`
 views         of `whole`, of the parameters' shapes: the parameters' data while the unit is held
 placeholders  one NaN each, expanded to the parameter's shape: the parameters' data while the unit is released
 """

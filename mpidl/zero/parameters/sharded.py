@@ -17,8 +17,8 @@ ever:
     for a reduction of gradients,   `wait_for_reduction` starts a round whenever its own are over
     an agreement in a pass
     at the end of a pass, a step    `drain` starts rounds until one in which every rank says that it is done
-    in a collective of the program  it starts none: who waits in a round raises an error that names the collective
-                                    (`round_waits`)
+    in a collective of the program  it starts none: a rank that waits for it in a round raises an error that names the
+                                    collective (`round_waits`)
 
 A rank drains twice in a step: at the end of the pass, as the program's own collectives follow; and in `release` before
 the step, as passes without backward may have started rounds since, and no unit may be whole when shards change.

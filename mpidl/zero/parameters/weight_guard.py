@@ -24,7 +24,7 @@ import torch
 from ...errors import TrainingError
 from ...module_tensors import parameters_in
 from ...trained_by import Trainer, claim, release
-from ..copy_guard import Hook
+from ..copy_guard import UnpicklableHook
 from ..slices import Slice
 from .strategy import ParameterStrategy
 
@@ -67,7 +67,7 @@ class WeightGuard:
         self.replaced = False
         # The hooks stay with the model and must not keep its optimizer. First, as later ones make parameters whole.
         self._handles = [model.register_forward_pre_hook(_weakly(self._before_forward), prepend=True)]
-        before_loading = Hook(_weakly(self._before_loading))
+        before_loading = UnpicklableHook(_weakly(self._before_loading))
         for module in (m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)):  # these take no hook
             self._handles.append(module._register_load_state_dict_pre_hook(before_loading, with_module=True))
 

@@ -203,19 +203,19 @@ class WholeSteps(InnerOptimizer):
         if not batch:  # on all ranks
             return []
         rank = self._comm.rank
-        leaving, coming = self._splits(batch, [each.held.given for each in batch])
+        leaving, arriving = self._splits(batch, [each.held.given for each in batch])
         sent = torch.cat([piece[: each.held.given[rank]] for each, piece in zip(batch, slices, strict=True)])
-        received = sent.new_empty(sum(coming))
-        self._comm.all_to_all(received, sent, coming, leaving)
+        received = sent.new_empty(sum(arriving))
+        self._comm.all_to_all(received, sent, arriving, leaving)
         mine = self._mine(batch)
-        pieces = self._pieces([each.held.given for each in mine], received, coming)
+        pieces = self._pieces([each.held.given for each in mine], received, arriving)
         return [each.held.join(some) for each, some in zip(mine, pieces, strict=True)]
 
     def _from_owners(self, batch: Sequence[_Owned], wholes: Sequence[torch.Tensor]) -> None:
         """The slices' values become those of whole ones on the owners."""
         if not batch:
             return
-        coming, leaving = self._splits(batch, [each.held.counts for each in batch])
+        arriving, leaving = self._splits(batch, [each.held.counts for each in batch])
         mine = self._mine(batch)
         values = batch[0].part.values.detach()
         sent = values.new_empty(sum(leaving))
@@ -223,8 +223,8 @@ class WholeSteps(InnerOptimizer):
         for each, whole, pieces in zip(mine, wholes, places, strict=True):
             for piece, part in zip(pieces, each.held.split(whole), strict=True):
                 piece.copy_(part)
-        received = values.new_empty(sum(coming))
-        self._comm.all_to_all(received, sent, coming, leaving)
+        received = values.new_empty(sum(arriving))
+        self._comm.all_to_all(received, sent, arriving, leaving)
         sizes = [each.held.counts[self._comm.rank] for each in batch]
         for each, part in zip(batch, received.split(sizes), strict=True):
             each.part.values.detach().copy_(part)

@@ -108,11 +108,11 @@ def test_all_to_all_with_splits(nodes: tuple[Communicator, Nodes], kind: str, sh
         leaving = [[cut(r, q) for q in ranks] for r in ranks]
         most = max(1, max(sum(row) for row in leaving))
         inputs = [values(sum(leaving[r]), r) for r in ranks]
-        coming = [leaving[q][comm.rank] for q in ranks]
+        arriving = [leaving[q][comm.rank] for q in ranks]
         x = as_kind(comm, kind, inputs[comm.rank], most)
-        out = as_kind(comm, kind, torch.zeros(sum(coming)), comm.size * most)
+        out = as_kind(comm, kind, torch.zeros(sum(arriving)), comm.size * most)
         for _ in range(2):
-            comm.all_to_all(out, x, coming, leaving[comm.rank], **HERE)
+            comm.all_to_all(out, x, arriving, leaving[comm.rank], **HERE)
             expected = torch.cat([inputs[q].split(leaving[q])[comm.rank] for q in ranks])
             assert torch.equal(torch.as_tensor(out), expected), what
 
@@ -124,10 +124,10 @@ def test_splits_that_change_on_another_rank_are_seen(nodes: tuple[Communicator, 
     x, out = torch.arange(4.0 * comm.size) + 100 * comm.rank, torch.zeros(4 * comm.size + 1)
     for given in ([4] * comm.size, [3] + [4] * (comm.size - 2) + [5]):
         leaving = given if comm.rank == last else [4] * comm.size
-        coming = [4] * last + [given[comm.rank]]
-        comm.all_to_all(out[: sum(coming)], x, coming, leaving, **HERE)
+        arriving = [4] * last + [given[comm.rank]]
+        comm.all_to_all(out[: sum(arriving)], x, arriving, leaving, **HERE)
         assert torch.equal(
-            out[4 * last : sum(coming)], 100 * last + torch.arange(4.0 * comm.size).split(given)[comm.rank]
+            out[4 * last : sum(arriving)], 100 * last + torch.arange(4.0 * comm.size).split(given)[comm.rank]
         )
 
 
@@ -370,11 +370,11 @@ def test_ranks_of_a_node_that_differ_raise_an_error_on_it(monkeypatch: pytest.Mo
     comm, _ = over_nodes("even", monkeypatch)
     groups = [comm.split(0, comm.rank) for _ in range(4)]
     odd, dtype = comm.rank % 2, np.float32 if comm.rank % 2 else np.float64
-    coming = {1: [1, 2, 2, 2], 3: [2, 2, 1, 2]}.get(comm.rank, [2] * 4)
+    arriving = {1: [1, 2, 2, 2], 3: [2, 2, 1, 2]}.get(comm.rank, [2] * 4)
     wrong: dict[str, Callable[[Communicator], Any]] = {
         "all_to_all of 0 float64": lambda c: c.all_to_all(np.empty(4, dtype), np.empty(4, dtype), **HERE),
         r"rank \d gives 2 elements to rank \d, which takes 1": lambda c: c.all_to_all(
-            np.empty(sum(coming)), np.empty(8), coming, [2] * 4, **HERE
+            np.empty(sum(arriving)), np.empty(8), arriving, [2] * 4, **HERE
         ),
         "reduce sum of 3 float64 root": lambda c: c.reduce(np.ones(3), 2 * odd, **HERE),
         r"rank \d: reduce sum of 3 float64 root 0": lambda c: (

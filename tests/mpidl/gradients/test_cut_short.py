@@ -13,7 +13,7 @@ from torch import nn
 import mpidl
 from mpidl import Compression
 from mpidl.errors import TrainingError
-from mpidl.gradients.compression.pipeline import Reduction
+from mpidl.gradients.compression.pipeline import PipelinedReduction
 from tests.mpidl.zero import reference as zero
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3)]
@@ -168,14 +168,14 @@ def test_no_compressed_bucket_of_an_interrupted_pass_comes_in_a_later_one(
     comm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupts: list[KeyboardInterrupt] = []
-    wait = Reduction.wait
+    wait = PipelinedReduction.wait
 
     def interrupted(*args: Any) -> Any:
         if interrupts:
             raise interrupts.pop()
         return wait(*args)
 
-    monkeypatch.setattr(Reduction, "wait", interrupted)
+    monkeypatch.setattr(PipelinedReduction, "wait", interrupted)
     compress = Compression("int8", where="everywhere", error_feedback=False)
     model = Product()
     called = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=0.01, compress=compress)

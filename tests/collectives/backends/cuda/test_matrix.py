@@ -125,9 +125,9 @@ def test_all_to_all_with_splits(comm: Communicator, gpu: Gpu, way: str) -> None:
     ranks = range(comm.size)
     leaving = [[r + 2 * q for q in ranks] for r in ranks]
     inputs = [values(sum(leaving[r]), r) for r in ranks]
-    coming = [leaving[q][comm.rank] for q in ranks]
-    out = gpu.put(torch.zeros(sum(coming)))
-    comm.all_to_all(out, gpu.put(inputs[comm.rank]), coming, leaving[comm.rank])
+    arriving = [leaving[q][comm.rank] for q in ranks]
+    out = gpu.put(torch.zeros(sum(arriving)))
+    comm.all_to_all(out, gpu.put(inputs[comm.rank]), arriving, leaving[comm.rank])
     assert torch.equal(gpu.get(out), torch.cat([inputs[q].split(leaving[q])[comm.rank] for q in ranks]))
 
 

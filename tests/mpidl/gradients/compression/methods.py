@@ -65,10 +65,10 @@ class Counted:
         return self.comm.reduce_scatter(out, values, **settings)
 
     def all_to_all(
-        self, out: torch.Tensor, values: torch.Tensor, coming: Sequence[int], leaving: Sequence[int], **settings: Any
+        self, out: torch.Tensor, values: torch.Tensor, arriving: Sequence[int], leaving: Sequence[int], **settings: Any
     ) -> Any:
         self.sent += (sum(leaving) - leaving[self.rank]) * values.itemsize
-        return self.comm.all_to_all(out, values, coming, leaving, **settings)
+        return self.comm.all_to_all(out, values, arriving, leaving, **settings)
 
 
 def exchange_over(comm: Communicator, compressor: Compressor) -> Exchange:
