@@ -5,6 +5,7 @@ To add one is a line in METHODS. A compressor needs none: its name is what `comp
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,19 @@ from mpidl.gradients.buckets import FIRST_BUCKET_MB, MIB, assign
 from mpidl.gradients.compression.auto import PASSES
 from mpidl.gradients.compression.sign import Sign
 from mpidl.models.gpt2 import GPT2
-from mpidl.optim import DiLoCo, OneBitAdam, one_bit_hook
+from mpidl.optim import (
+    DiLoCo,
+    Dion,
+    DionState,
+    OneBitAdam,
+    OneBitLamb,
+    PeriodicAverager,
+    PostLocalSGDOptimizer,
+    ZeroOneAdam,
+    dion_hook,
+    one_bit_hook,
+)
+from mpidl.optim.one_bit.base import OneBitOptimizer
 
 BASE, ALONE = "ddp", "single"
 Adam = torch.optim.AdamW
@@ -61,6 +74,21 @@ class Shape:
     def zero3_int8(self, whole: int) -> float:
         """Bytes that a node sends in ZeRO-3 by int8: parameters and gradients in blocks of 256 with a 4-byte scale."""
         return self.zero3(whole) * (1 + 4 / 256) / 4
+
+    def in_bits(self) -> float:
+        """Bytes of all values in one bit each, both ways of an all-reduce."""
+        return Sign().sent_bytes(round(self.total / 4), self.nodes, True)
+
+    def in_int8(self) -> float:
+        """Bytes of all values in blocks of integers of 8 bits, both ways of an all-reduce."""
+        return mpidl.Compression("int8").compressor().sent_bytes(round(self.total / 4), self.nodes, True)
+
+    def dion(self) -> float:
+        """Bytes of Dion's factors and of the gradients that are no matrices'."""
+        matrices = [size for size in self.sizes if len(size) == 2]
+        rest = self.total / 4 - sum(size.numel() for size in matrices)
+        fraction = inspect.signature(Dion).parameters["rank_fraction"].default
+        return 4 * (rest + sum(sum(size) * max(1, round(fraction * min(size))) for size in matrices))
 
     def buckets(self, cap: float, first: float | None) -> list[list[torch.Size]]:
         """Shapes of the gradients in each bucket. cap, first: bytes of a bucket, and of the first one, at most."""
@@ -137,12 +165,34 @@ def torch_ddp(hook: str | None = None, rank: int = 4) -> Callable[[GPT2, Communi
     return make
 
 
-def one_bit(model: GPT2, comm: Communicator) -> Engine:
-    """DDP, and 1-bit Adam, whose v is frozen before the counted steps."""
+def one_bit(optimizer_class: type[OneBitOptimizer], **settings: Any) -> Callable[[GPT2, Communicator], Engine]:
+    """DDP, and an optimizer that sends one bit an element in the counted steps."""
+
+    def make(model: GPT2, comm: Communicator) -> Engine:
+        wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
+        optimizer = optimizer_class(model.parameters(), process_group=comm, **settings, **SETTINGS)
+        wrapped.register_comm_hook(optimizer, one_bit_hook)
+        return plain(wrapped, optimizer)
+
+    return make
+
+
+def dion(model: GPT2, comm: Communicator) -> Engine:
+    """DDP, and Dion, whose ranks average factors of the matrices' momenta, and gradients of all else."""
     wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
-    optimizer = OneBitAdam(model.parameters(), freeze_step=STARTS, process_group=comm, **SETTINGS)
-    wrapped.register_comm_hook(optimizer, one_bit_hook)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() == 2], "rule": "dion"},
+        {"params": [p for p in model.parameters() if p.dim() != 2], "rule": "adamw"},
+    ]
+    optimizer = Dion(groups, process_group=comm)
+    wrapped.register_comm_hook(DionState(optimizer), dion_hook)
     return plain(wrapped, optimizer)
+
+
+def post_local(model: GPT2, comm: Communicator) -> Engine:
+    """Each rank alone, with averaged weights at every PERIOD-th step."""
+    averager = PeriodicAverager(model.parameters(), comm, PERIOD)
+    return plain(model, PostLocalSGDOptimizer(Adam(model.parameters(), **SETTINGS), averager))
 
 
 def diloco(**settings: Any) -> Callable[[GPT2, Communicator], Engine]:
@@ -176,8 +226,14 @@ METHODS: dict[str, Method] = {
     "zero3-ahead-int8": Method(zero(3, prefetch=AHEAD, **INT8), lambda s: s.zero3_int8(AHEAD + 1)),
     "zero3-node": Method(zero(3, shard_group="node"), lambda s: s.all_reduced(s.total)),
     "bf16": Method(ddp(bf16_compress), lambda s: s.all_reduced(s.total / 2)),
-    "onebit": Method(one_bit, lambda s: Sign().sent_bytes(round(s.total / 4), s.nodes, True)),
+    "onebit": Method(one_bit(OneBitAdam, freeze_step=STARTS), lambda s: s.in_bits()),
+    "onebit-lamb": Method(one_bit(OneBitLamb, freeze_step=STARTS), lambda s: s.in_bits()),
+    # Local steps, with an exchange at each.
+    "zero-one": Method(one_bit(ZeroOneAdam, local_after=STARTS, max_local_interval=1), lambda s: s.in_bits()),
+    "dion": Method(dion, lambda s: s.all_reduced(s.dion())),
+    "post-local": Method(post_local, lambda s: s.all_reduced(s.total) / PERIOD, period=PERIOD),
     "diloco": Method(diloco(), lambda s: s.all_reduced(s.total) / PERIOD, period=PERIOD),
+    "diloco-int8": Method(diloco(compress="int8"), lambda s: s.in_int8() / PERIOD, period=PERIOD),
     # By the formula of what it chooses where the network is what takes time.
     "auto": Method(automatic(), lambda s: s.all_reduced(s.total / 2), warmup=CHOOSES),
     "auto-lossy": Method(automatic(*LOSSY), lambda s: s.all_reduced(s.power_sgd(4)), warmup=CHOOSES),
