@@ -4,6 +4,7 @@
     mpirun -n 4 python examples/gpt2_zero3.py --data my_text.txt --steps 1000 --zero 2
     mpirun -n 4 python examples/gpt2_zero3.py --dtype bf16 --offload disk --delayed-update
     mpirun -n 4 python examples/gpt2_zero3.py --compress int8            # fewer bytes, between nodes if there are any
+    mpirun -n 4 python examples/gpt2_zero3.py --zero 0 --optimizer diloco   # ranks meet at every 50th step
     mpirun -n 4 python examples/gpt2_zero3.py --tp 2 --sequence-parallel # layers cut over pairs of ranks
     mpirun -n 4 python examples/gpt2_zero3.py --device cuda --model gpt2 --block-size 1024 --batch 4
     python examples/gpt2_zero3.py                                        # a world of one
@@ -42,8 +43,17 @@ from mpidl.models.gpt2 import GPT2, SIZES, Block, GPT2Config, parameter_count
 from mpidl.models.pretrained import load_config, load_pretrained, our_name
 from mpidl.resuming import Checkpoints, add_options, check_options, settings_of
 from mpidl.zero import Safetensors
+from optimizers import ONE_BIT, add_less_sent, check_optimizer, dion_groups, less_sent_settings, over_ddp, to_clip
 
-OPTIMIZERS = {"adamw": torch.optim.AdamW, "lamb": mpidl.optim.LAMB, "sgd": torch.optim.SGD}
+OPTIMIZERS = {
+    "adamw": torch.optim.AdamW,
+    "lamb": mpidl.optim.LAMB,
+    "sgd": torch.optim.SGD,
+    "adamw8bit": mpidl.optim.AdamW8bit,
+    **ONE_BIT,
+    "dion": mpidl.optim.Dion,
+    "diloco": torch.optim.AdamW,  # the inner one
+}
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -74,12 +84,13 @@ def parse(comm: Any) -> argparse.Namespace:
         help="sequences a step on all ranks, however many, in micro-steps of at most --batch; for --grad-accum",
     )
     train.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS), help="sgd: momentum --beta1")
-    train.add_argument("--lr", type=at_least(0, float), default=1e-3, help="highest learning rate")
+    add_less_sent(train)
+    train.add_argument("--lr", type=at_least(0, float), default=1e-3, help="highest; for Dion's matrices 20 times it")
     train.add_argument("--min-lr", type=at_least(0, float), help="lowest; a tenth of --lr by default")
     train.add_argument("--warmup", type=at_least(0), default=10, help="steps of linear warm-up")
     train.add_argument("--schedule", default="cosine", choices=["cosine", "constant"], help="after it")
-    train.add_argument("--beta1", type=at_least(0, float), default=0.9, help="AdamW's and LAMB's")
-    train.add_argument("--beta2", type=at_least(0, float), default=0.99, help="AdamW's and LAMB's")
+    train.add_argument("--beta1", type=at_least(0, float), default=0.9, help="of Adam's and LAMB's kinds")
+    train.add_argument("--beta2", type=at_least(0, float), default=0.99, help="of Adam's and LAMB's kinds")
     train.add_argument("--weight-decay", type=at_least(0, float), default=0.1, help="of matrices")
     train.add_argument("--clip", type=at_least(0, float), default=1.0, help="gradient norm; 0 leaves it")
     train.add_argument(
@@ -133,6 +144,9 @@ def parse(comm: Any) -> argparse.Namespace:
         if options.min_lr is not None and options.min_lr > options.lr:
             raise UsageError(f"--min-lr {options.min_lr}: is above --lr {options.lr}")
         resolve_device(options)
+        check_optimizer(options, options.zero, options.tp)
+        if options.check_replicas and options.optimizer in ("dion", "diloco") and not options.zero:
+            raise UsageError(f"--check-replicas: ranks of --optimizer {options.optimizer} differ; leave it out")
         if options.offload_activations and not options.checkpoint_activations:
             raise UsageError("--offload-activations is for --checkpoint-activations")
         if options.init_from and (options.layers or options.heads or options.embd):
@@ -204,14 +218,17 @@ def parallelise(
     settings: dict[str, Any] = {"lr": options.lr, "betas": (options.beta1, options.beta2)}
     if options.optimizer == "sgd":
         settings = {"lr": options.lr, "momentum": options.beta1}
-    if options.optimizer == "adamw":
+    if options.optimizer in ("adamw", "diloco"):
         settings["fused"] = True
+    if options.optimizer == "dion":
+        groups = dion_groups(model, options.lr, options.weight_decay)
+    settings |= less_sent_settings(options, options.warmup, options.steps)
     if options.zero == 0:
         if options.optimizer == "lamb":
             settings["mesh"] = mesh  # >>> a norm is of a whole parameter, also if it is cut over tp
-        # >>> DDP: gradients are averaged during backward, and sent with fewer bytes where --compress says how
+        # >>> DDP: gradients are averaged during backward, with fewer bytes where --compress or --optimizer says how
         wrapped = mpidl.DistributedDataParallel(model, mesh=mesh, compress=options.compress)
-        return wrapped, optimizer_class(groups, **settings), wrapped.no_sync
+        return wrapped, over_ddp(wrapped, options, optimizer_class, groups, settings), wrapped.no_sync
     half = HALVES.get(options.dtype)
     precision = mpidl.Precision(half, torch.float32, [torch.nn.LayerNorm]) if half else None
     if options.offload:
@@ -366,7 +383,7 @@ def run(mesh: mpidl.Mesh, options: argparse.Namespace, stop: mpidl.StopSignal) -
         return validate(mesh, call, batches, options, device)
 
     names = "data tokenizer vocab model layers heads embd dropout block_size steps lr min_lr warmup schedule"
-    names += " optimizer beta1 beta2 weight_decay clip dtype delayed_update seed"
+    names += " optimizer freeze_step outer_every outer_warmup beta1 beta2 weight_decay clip dtype delayed_update seed"
     settings = settings_of(options, names, sequences_a_step=options.batch * options.grad_accum * mesh.size("dp"))
     # >>> Each rank saves and loads what it owns.
     kept = Checkpoints(comm, options, stop, (call, optimizer, schedule, scaler), settings, mesh)
@@ -395,7 +412,7 @@ def run(mesh: mpidl.Mesh, options: argparse.Namespace, stop: mpidl.StopSignal) -
             if options.zero:
                 norm = optimizer.clip_grad_norm_(options.clip)  # >>> over all ranks' shards and parts
             else:
-                norm = mpidl.clip_grad_norm_(model.parameters(), options.clip, mesh=mesh)
+                norm = mpidl.clip_grad_norm_(to_clip(model, optimizer), options.clip, mesh=mesh)
         if guard is None or guard.allows(loss_sum, norm):  # >>> the same on all ranks
             scaler.step(optimizer)
         scaler.update()

@@ -31,11 +31,14 @@ from mpidl.data import DataLoader, DistributedSampler
 from mpidl.data.images import Digits, image_folders
 from mpidl.errors import UsageError
 from mpidl.models.resnet import SIZES, ResNet
-from mpidl.optim import LAMB, LARS, warmup_cosine
+from mpidl.optim import LAMB, LARS, AdamW8bit, warmup_cosine
 from mpidl.replicas.broadcast import broadcast_states
 from mpidl.resuming import Checkpoints, add_options, check_options, settings_of
+from optimizers import ONE_BIT, add_less_sent, check_optimizer, less_sent_settings, over_ddp
 
-LEARNING_RATES = {"sgd": 0.05, "lars": 2.0, "adamw": 2e-3, "lamb": 1e-2}
+LEARNING_RATES = {"sgd": 0.05, "lars": 2.0, "adamw": 2e-3, "lamb": 1e-2, "adamw8bit": 2e-3}
+LEARNING_RATES |= {"onebitadam": 2e-3, "zerooneadam": 2e-3, "onebitlamb": 1e-2, "diloco": 2e-3}
+ADAMS = {"adamw": torch.optim.AdamW, "lamb": LAMB, "adamw8bit": AdamW8bit, **ONE_BIT, "diloco": torch.optim.AdamW}
 SMALLEST = 2  # images of a rank in a batch: of a single one, batch norm would leave nothing
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -58,6 +61,7 @@ def parse(comm: Any) -> argparse.Namespace:
     train.add_argument("--epochs", type=at_least(1), default=15, help="passes over the images")
     train.add_argument("--batch-size", type=at_least(1), help="images a step, of all ranks; 64, or just above")
     train.add_argument("--optimizer", default="sgd", choices=list(LEARNING_RATES), help="sgd, lars: momentum 0.9")
+    add_less_sent(train)
     train.add_argument("--lr", type=at_least(0, float), help=f"highest learning rate; else {LEARNING_RATES}")
     train.add_argument("--warmup", type=at_least(0, float), default=1.0, help="epochs of linear warm-up")
     train.add_argument("--weight-decay", type=at_least(0, float), default=5e-4, help="of matrices and filters")
@@ -73,6 +77,7 @@ def parse(comm: Any) -> argparse.Namespace:
 
     def check(options: argparse.Namespace) -> None:
         resolve_device(options)
+        check_optimizer(options)
         check_options(comm, options)
         blocks = sum(SIZES[options.model][1])
         if options.segments > blocks:
@@ -135,20 +140,23 @@ def make_model(comm: Any, options: argparse.Namespace, images: Any) -> torch.nn.
     return model
 
 
-def make_optimizer(options: argparse.Namespace, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Weight decay is for filters and matrices, not for norms and biases."""
+def make_optimizer(
+    options: argparse.Namespace, wrapped: mpidl.DistributedDataParallel, warmup: int, steps: int
+) -> torch.optim.Optimizer:
+    """Weight decay is for filters and matrices, not for norms and biases. warmup, steps: of the whole training."""
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": options.weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in wrapped.parameters() if p.dim() >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in wrapped.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
     lr = LEARNING_RATES[options.optimizer] if options.lr is None else options.lr
-    if options.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=lr)
-    if options.optimizer == "lamb":
-        return LAMB(groups, lr=lr)
     if options.optimizer == "lars":
         return LARS(groups, lr=lr, momentum=0.9)
-    return torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=True)
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=True)
+    settings = {"lr": lr, **less_sent_settings(options, warmup, steps)}
+    if options.optimizer in ONE_BIT:
+        settings["betas"] = (0.9, 0.99)  # mean squares are then found steady after some hundred steps
+    return over_ddp(wrapped, options, ADAMS[options.optimizer], groups, settings)
 
 
 class Training:
@@ -159,9 +167,8 @@ class Training:
     ) -> None:
         self.comm, self.options, self.images, self.device = comm, options, train, device
         self.model = make_model(comm, options, train).to(device)
-        # >>> Gradients are averaged during backward, and sent with fewer bytes where --compress says how.
+        # >>> Gradients are averaged during backward, with fewer bytes where --compress or --optimizer says how.
         self.call = mpidl.DistributedDataParallel(self.model, process_group=comm, compress=options.compress)
-        self.optimizer = make_optimizer(options, self.model)
         self.batch = options.batch_size // comm.size
         self.sampler = DistributedSampler(train, comm, shuffle=True, seed=options.seed)  # >>> every rank other images
         self.loader = self.load(train, self.sampler)
@@ -174,6 +181,7 @@ class Training:
         self.steps = steps - (fewest - (steps - 1) * self.batch < SMALLEST)
         warmup = round(options.warmup * self.steps)
         total = options.epochs * self.steps
+        self.optimizer = make_optimizer(options, self.call, warmup, total)
         self.schedule = warmup_cosine(self.optimizer, warmup, total, start=1 / (warmup + 1))
         self.guard = None
         if options.on_nan != "ignore":
@@ -184,6 +192,7 @@ class Training:
     def resume(self, stop: Any) -> None:
         """Goes on from a checkpoint, if there is one, in the middle of an epoch."""
         names = "data size model width sync_bn epochs batch_size optimizer lr warmup weight_decay dtype seed"
+        names += " freeze_step outer_every outer_warmup"
         settings = settings_of(self.options, names, steps_an_epoch=self.steps)
         # >>> Each rank saves a part of the model, and the loader how far all ranks have come.
         training = (self.call, self.optimizer, self.schedule, None, self.loader)

@@ -49,6 +49,13 @@ def trainer_of(parameter: torch.Tensor) -> Trainer | None:
     return found if isinstance(found, Trainer) else None
 
 
+def innermost(optimizer: Any) -> Any:
+    """The optimizer whose groups a PostLocalSGDOptimizer or DiLoCo shares; another optimizer itself."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
+
+
 def trainer_of_model(model: torch.nn.Module) -> Trainer | None:
     """The ZeroOptimizer of the model; None for a part of another model that is trained, or for one that contains it."""
     _, trainer = _first_claimed(model)

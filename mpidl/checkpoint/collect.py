@@ -200,7 +200,8 @@ def collect(
     own["unreduced"] = unreduced
     for held in engine.parameters:
         if held.name in gradients:
-            add(f"gradient/{held.name}", held, gradients[held.name], unreduced or held.per_rank)
+            alone = unreduced or held.per_rank or engine.gradients_differ
+            add(f"gradient/{held.name}", held, gradients[held.name], alone)
     if compressed is not None:
         about["compression"] = compression_state.describe(engine, compressed, add, spoken)
     for name in _PARTS:

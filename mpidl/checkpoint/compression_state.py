@@ -17,12 +17,41 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..job.objects import all_gather_object
 from . import cuts, json_encoding
 from .engine import Engine
 from .held_tensor import HeldTensor
 from .index import Index
 
 Add = Callable[[str, HeldTensor, torch.Tensor, bool], None]
+
+
+def gather(engine: Engine) -> dict[str, Any] | None:
+    """Returns the state of the engine's `CompressedReduction`; None without one. Collective.
+
+    Means are those over all ranks of the engine, also where each node reduces gradients by itself (DiLoCo).
+    """
+    reduction = engine.compressed
+    if reduction is None:
+        return None
+    state = reduction.state_dict()
+    if engine.ddp is None or engine.ddp.process_group.size == engine.comm.size:
+        return state
+    means = {("", name): mean for name, mean in state["remainders"].items()}
+    for array in reduction.compressor.arrays:
+        means |= {(array, name): kept[array] for name, kept in state["states"].items() if array in kept}
+    shapes = {key: shape for own in all_gather_object(engine.comm, _shapes(means)) for key, shape in own.items()}
+    over_all = {key: means[key] if key in means else torch.zeros(shapes[key]) for key in sorted(shapes)}
+    if over_all:
+        engine.comm.all_reduce([*over_all.values()], "avg")
+    for (array, name), mean in over_all.items():
+        kept = state["remainders"] if array == "" else state["states"].setdefault(name, {})
+        kept[array or name] = mean
+    return state
+
+
+def _shapes(tensors: Mapping[tuple[str, str], torch.Tensor]) -> dict[tuple[str, str], tuple[int, ...]]:
+    return {key: tuple(values.shape) for key, values in tensors.items()}
 
 
 def describe(engine: Engine, state: Mapping[str, Any], add: Add, spoken: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -132,9 +161,29 @@ def plan(engine: Engine, index: Index) -> KeptCompression:
             for held in engine.parameters
             if held.name in about["states"] and _keeps_states(engine, held)
         }
+        if cut := _cut_states(engine, index):
+            more = f" and {len(cut) - 1} more" if cut[1:] else ""
+            found.said.append(f"states of {name} begin anew for parameters that are cut over a mesh: {cut[0]}{more}")
     elif about["states"]:
         found.said.append(f"holds states of {about['method']}, which begin anew with {name}")
     return found
+
+
+def _cut_states(engine: Engine, index: Index) -> list[str]:
+    """Lists the parameters, of all parts of the model, whose states the compressor keeps and cannot take over."""
+    about, here = index.about["compression"], engine.compressed
+    assert here is not None
+    found: dict[str, None] = {}
+    for content in engine.join.contents:
+        for name, declared in content.parameters.items():
+            keeps = here.compressor.arrays or here.compressor.state_bytes([torch.Size(declared.cut.part_shape)])
+            remainder = index.tensors.get(f"remainder/{name}")
+            was_cut = remainder is not None and bool(remainder.cuts)
+            is_cut = declared.cut != cuts.whole(declared.cut.shape)
+            began = remainder is not None or name in about["states"]
+            if keeps and began and (was_cut or is_cut):
+                found[name] = None
+    return [*found]
 
 
 def _keeps_states(engine: Engine, held: HeldTensor) -> bool:

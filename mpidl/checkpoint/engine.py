@@ -4,6 +4,7 @@
                                             one rank after another the small ones
     ZeRO           a rank holds and writes its slice; after loading, the engine spreads the new parameters
     over a mesh    the same of this rank's part of the model; `joining` says how the parts make the whole
+    an averager    post-local SGD, DiLoCo: all ranks whose weights it averages, each of which writes its own weights
 
 A checkpoint knows parameters by the plain model's names, and what a rank holds of one by a cut of the whole parameter
 and a range of the flattened cut. So what one engine wrote on one mesh any other can read on any other.
@@ -36,7 +37,7 @@ from ..zero import ZeroOptimizer
 from . import cuts
 from .held_tensor import HeldTensor, inside
 from .joining import Declared, Join, PartContent, join
-from .parts import ModelPart, group_of, part_of
+from .parts import ModelPart, group_of, group_with, part_of
 
 
 class Engine:
@@ -61,16 +62,22 @@ class Engine:
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigurationError(f"optimizer: got {type(optimizer).__name__}; needs a torch.optim.Optimizer")
         self.ddp, self.model = plain_model(model)
-        self.zero = _zero_of(self.model, optimizer)
         self.optimizer = optimizer
         self.averager: Any = None
         if isinstance(optimizer, PostLocalSGDOptimizer):
+            _refuse_slices(optimizer)
             self.optimizer, self.averager = optimizer.optimizer, optimizer.averager
+        self.zero = _zero_of(self.model, self.optimizer)
         self.owned = None if self.zero is None else self.zero.owned_state()
         if isinstance(self.optimizer, OneBitOptimizer):
             self.optimizer.gather_errors()  # collective, as `owned_state` is
+        averages = getattr(self.averager, "process_group", None)
         if self.owned is not None:
             self.comm = self.owned.comm
+        elif averages is not None:
+            wider = process_group if mesh is None else group_of(mesh, self.model)
+            needs = [averages] if self.ddp is None else [averages, self.ddp.process_group]
+            self.comm = group_with(needs, wider) or data_group("checkpoint", None, needed=needed)
         elif self.ddp is not None:
             self.comm = self.ddp.process_group
         elif mesh is not None:
@@ -85,7 +92,9 @@ class Engine:
             self.kind = f"zero{self.zero.stage}"
         # After the warm-up of post-local SGD the ranks' weights differ between the averagings.
         averager = self.averager
-        self.weights_per_rank = averager is not None and averager.steps > getattr(averager, "warmup_steps", 0)
+        local_steps = -1 if averager is None else averager.steps - getattr(averager, "warmup_steps", 0)
+        self.weights_per_rank = local_steps > 0
+        self.gradients_differ = local_steps >= 0  # those of the step under way, which is a local one
         self._check_values()
         self.names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         self.tied = _tied(self.model)
@@ -366,6 +375,17 @@ def _zero_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) ->
     if given is not trains or (trains is not None and optimizer not in (None, trains)):
         raise ConfigurationError("optimizer: it is not the one that trains this model")
     return trains
+
+
+def _refuse_slices(optimizer: PostLocalSGDOptimizer) -> None:
+    """Raises ConfigurationError for a ZeroOptimizer inside, as a checkpoint has no slices that differ between nodes."""
+    if isinstance(optimizer.optimizer, ZeroOptimizer):
+        name = type(optimizer).__name__
+        raise ConfigurationError(
+            f"checkpoint: optimizer: got a {name} over a ZeroOptimizer, of which each node has other weights, in "
+            "slices; save its .optimizer, the ZeroOptimizer, in a directory of each node, and its "
+            ".averager.state_dict() on each rank, to be loaded on as many ranks"
+        )
 
 
 def _tied(model: torch.nn.Module) -> dict[str, str]:

@@ -72,6 +72,7 @@ def load(
         optimizer's groups must hold the same parameters as when it was saved.
     random_states: go on with each rank's random numbers; a rank that the saving run did not have gets some of its own.
     verify: compare the checksums of all that will be read, before anything is changed.
+    process_group: as for `save`.
     mesh: as for `save`, of any sizes; if the parts were saved separately, its pp and tp, and for experts ep, are those
         that it was saved with, dp and cp any.
 

@@ -88,6 +88,23 @@ def group_of(mesh: Mesh, model: torch.nn.Module) -> Communicator:
     return mesh.along("edp") if experts else mesh.along(*DATA)
 
 
+def group_with(needed: Sequence[Communicator], given: Communicator | None = None) -> Communicator | None:
+    """Returns the group that has the ranks of all these: the given one, or one of them; None if none of them has.
+
+    needed: of a model that an averager trains, those that average weights, and those that average gradients.
+
+    Raises ConfigurationError for a given one that lacks ranks.
+    """
+    ranks = {number for group in needed for number in group.world_ranks}
+    having = [group for group in (given, *needed) if group is not None and ranks <= {*group.world_ranks}]
+    if given is not None and given not in having:
+        raise ConfigurationError(
+            f"checkpoint: process_group: got {given.size} ranks, and lacks some whose weights belong together; needs "
+            "all over which the optimizer averages weights and DistributedDataParallel gradients"
+        )
+    return having[0] if having else None
+
+
 def part_of(mesh: Mesh, comm: Communicator) -> ModelPart:
     """Returns the part whose engine works over `comm`. Raises ConfigurationError for a group of another mesh."""
     if comm is mesh.along(*DATA):

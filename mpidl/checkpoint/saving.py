@@ -23,7 +23,7 @@ from ..job.objects import all_gather_object
 from ..job.runtime import default_communicator
 from ..mesh import Mesh
 from ..replicas.start_check import check_settings_agree
-from . import directory_lock, folder
+from . import compression_state, directory_lock, folder
 from .collect import Collected, Piece, collect, common_states
 from .engine import Engine, engine_of
 from .parts import ModelPart
@@ -70,7 +70,8 @@ def save(
     file_bytes: about the size from which on a rank begins another file.
     compare: first read all of what every rank holds and each writes a part of, parameters and optimizer states of plain
         models and DDP, and see that the ranks hold the same.
-    process_group: of a plain model; DDP and ZeRO have their own.
+    process_group: of a plain model; DDP and ZeRO have their own. Under post-local SGD and DiLoCo all ranks whose
+        weights belong together: by default the averager's or DDP's, if one has the ranks of both, or else the world.
     mesh: where the model lies in parts over pp, tp or ep of one, whose ranks all call: each part is kept with its own
         states and its first rank's `extra`, and the checkpoint is complete with all of them.
 
@@ -97,9 +98,7 @@ def save(
             RuntimeWarning,
             stacklevel=2,
         )
-    compressed = None
-    if engine.compressed is not None:
-        compressed = engine.part.everywhere(engine.compressed.state_dict)
+    compressed = engine.part.everywhere(lambda: compression_state.gather(engine))
     gradients = engine.part.everywhere(lambda: _gradients(engine)) if micro_step else {}
 
     def collected() -> Collected:

@@ -172,13 +172,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def _compare(self) -> None:
         settings = {
+            "compress": self._compression,  # before the size of buckets, which depends on it
             "bucket_cap_mb": self.bucket_bytes_cap / MIB,
             "find_unused_parameters": self.find_unused_parameters,
             "static_graph": self.static_graph,
             "forward_sync_buffers": self.forward_sync_buffers,
             "init_sync": (self._init_sync, self._init_sync_buffers),
             "device": self._place.device.type,
-            "compress": self._compression,
         }
         check_settings_agree(self.process_group, "DistributedDataParallel", settings)
         check_models_agree(self.process_group, self.module, self.parameters_to_ignore)

@@ -24,13 +24,14 @@ from ..errors import ConfigurationError, TrainingError
 from ..job.runtime import default_communicator
 from ..mesh import Mesh
 from ..mesh.groups import checked
+from ..trained_by import innermost
 from ..zero import ZeroOptimizer
 from .compression.undo import Undoable, reductions_of, undo_step
 from .nonfinite import NonfiniteWatch
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler, with the same methods and state, for plain torch optimizers and ZeroOptimizer.
+    """torch.amp.GradScaler, with the same methods and state, for plain torch optimizers, ZeroOptimizer and DiLoCo.
 
     process_group: the Communicator of all ranks that train the model; by default the world, joined when first needed.
     mesh: a `Mesh`, in place of process_group: one decision of all its ranks, those of pp and tp too.
@@ -132,8 +133,9 @@ class GradScaler(torch.amp.GradScaler):
         for reduction in reductions_of(optimizer):
             reduction.announce_skips()
             self._reductions.add(reduction)
-        if isinstance(optimizer, ZeroOptimizer):
-            seen, infinite = True, optimizer.unscale_(inv_scale.item())
+        inner = innermost(optimizer)
+        if isinstance(inner, ZeroOptimizer):
+            seen, infinite = True, inner.unscale_(inv_scale.item())
         else:
             flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
             seen, infinite = bool(flags), any(flag.item() for flag in flags.values())
@@ -168,7 +170,7 @@ class GradScaler(torch.amp.GradScaler):
 def _named(optimizers: list[torch.optim.Optimizer]) -> list[tuple[str, torch.nn.Parameter]]:
     """The optimizers' parameters, and what to call them."""
     named: list[tuple[str, torch.nn.Parameter]] = []
-    for optimizer in optimizers:
+    for optimizer in map(innermost, optimizers):
         if isinstance(optimizer, ZeroOptimizer):
             named += [(name, p) for p, name in optimizer.parameter_names().items()]
             continue

@@ -44,7 +44,7 @@ from ..job.objects import all_gather_object
 from ..job.runtime import default_communicator
 from ..mesh import Mesh
 from ..mesh.groups import checked, refuse_part
-from ..trained_by import trainer_of_model
+from ..trained_by import innermost, trainer_of_model
 from ..zero import ZeroOptimizer
 from .kept_buffers import KeptBuffers
 from .nonfinite import NonfiniteWatch, find_nonfinite_gradients
@@ -59,13 +59,13 @@ class NonfiniteGuard:
     """Decides for all ranks together whether a step is taken.
 
     model: plain or DistributedDataParallel, the one that is called.
-    optimizer: its own, if that is a ZeroOptimizer.
+    optimizer: its own, if that is a ZeroOptimizer, a DiLoCo or a PostLocalSGDOptimizer.
     on_nan: "stop": TrainingError on every rank; "skip": a warning on rank 0, and `allows` is False.
     give_up_after: so many steps skipped in a row are a TrainingError, too.
     watch: look at each rank's own gradients in every backward pass, to name the rank and the parameter where it began.
         It reads all gradients once more. Without it, only what the reduction has left can be named.
-    process_group: the ranks that take or skip a step together; by default the engine's, all of
-        which a group given must have; for a plain model the world.
+    process_group: the ranks that take or skip a step together; by default the engine's, all of which a group given
+        must have, or with a DiLoCo or PostLocalSGDOptimizer all whose weights it averages; for a plain model the world.
     mesh: a `Mesh`: one decision of all its ranks, those of pp and tp too.
     scaler: torch's or mpidl's GradScaler; while it is enabled gradients are its business, and only the loss is looked
         at. `scaler.unscale_(optimizer)` comes before `allows`, and `scaler.update()` after it whatever it says.
@@ -90,7 +90,8 @@ class NonfiniteGuard:
         if not isinstance(give_up_after, int) or give_up_after < 1:
             raise ConfigurationError(f"give_up_after: got {give_up_after!r}; needs 1 or more")
         self._model = model
-        self._zero = optimizer if isinstance(optimizer, ZeroOptimizer) else None
+        inner = innermost(optimizer)
+        self._zero = inner if isinstance(inner, ZeroOptimizer) else None
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise ConfigurationError(f"scaler: got {type(scaler).__name__}; needs a GradScaler, or None")
         self._scaler, self._on_nan = scaler, on_nan
@@ -98,6 +99,7 @@ class NonfiniteGuard:
         self._refuse_to_skip()
         if self._zero is None and trainer_of_model(plain) is not None:
             raise ConfigurationError("NonfiniteGuard: a ZeroOptimizer trains this model; give it too")
+        averages: Communicator | None = getattr(getattr(optimizer, "averager", None), "process_group", None)
         trainer = self._zero if self._zero is not None else model
         if mesh is not None:
             self._comm = mesh.comm
@@ -110,9 +112,9 @@ class NonfiniteGuard:
                     "needs all of them"
                 )
         elif self._zero is not None:
-            self._comm = self._zero.process_group
+            self._comm = averages or self._zero.process_group
         elif self._ddp is not None:
-            self._comm = self._ddp.process_group
+            self._comm = averages or self._ddp.process_group
         else:
             self._comm = default_communicator(process_group)
         refuse_part("NonfiniteGuard", self._comm, "mesh=, so that all ranks take or skip a step together")

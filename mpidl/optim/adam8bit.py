@@ -81,12 +81,12 @@ class Adam8bit(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if any(p.grad is not None and p.grad.is_sparse for group in self.param_groups for p in group["params"]):
+            raise ConfigurationError(f"{type(self).__name__}: got a sparse gradient; needs dense ones")
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                if p.grad.is_sparse:
-                    raise ConfigurationError(f"{type(self).__name__}: got a sparse gradient; needs dense ones")
                 entry = self.state[p]
                 if not entry:
                     entry.update(self._encoded(p, _zeros(p)))

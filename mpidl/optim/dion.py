@@ -33,6 +33,7 @@ from ..setting_checks import require, require_betas, require_not_negative
 from .elementwise_state import restore_wide
 
 _SEED = 20250407
+_SPARSE = "Dion: got a sparse gradient; needs dense ones"
 _TINY = 1e-30
 _TOLERANCE = 1e-5  # of sums of squares that should be equal; norms are in fp32
 
@@ -95,6 +96,7 @@ class Dion(torch.optim.Optimizer):
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
             shape = tuple(p.shape)
+            require("params", p.dtype, p.dtype.is_floating_point, "floating-point tensors")
             if settings["rule"] == "dion" and p.dim() != 2:
                 raise ConfigurationError(
                     f"Dion: got a parameter of shape {shape}; needs matrices, and others in a group with rule='adamw'"
@@ -118,28 +120,37 @@ class Dion(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work, others = [], []
+        work, others, is_sparse = [], [], False
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None and p.grad.is_sparse:
-                    raise ConfigurationError("Dion: got a sparse gradient; needs dense ones")
+                is_sparse |= p.grad is not None and p.grad.is_sparse
                 if group["rule"] == "dion":
                     work.append((p, group))
                 elif p.grad is not None:
                     others.append((p, p.grad, group))
         reached = [p.grad is not None for p, _ in work]
         if self.process_group is not None and reached:
-            reached = self._reached_anywhere(self.process_group, reached, [gradient for _, gradient, _ in others])
+            dense = [gradient for _, gradient, _ in others if not gradient.is_sparse]
+            reached = self._reached_anywhere(self.process_group, reached, is_sparse, dense)
+        elif is_sparse:
+            raise ConfigurationError(_SPARSE)
         for p, gradient, group in others:
             self._adamw(p, gradient, group)
         self._dion([pair for pair, any_rank in zip(work, reached, strict=True) if any_rank])
         return loss
 
-    def _reached_anywhere(self, comm: Communicator, reached: list[bool], others: Sequence[torch.Tensor]) -> list[bool]:
-        """Tells which matrices have a gradient on some rank. others: gradients, compared between the ranks."""
+    def _reached_anywhere(
+        self, comm: Communicator, reached: list[bool], is_sparse: bool, others: Sequence[torch.Tensor]
+    ) -> list[bool]:
+        """Tells which matrices have a gradient on some rank. others: gradients, compared between the ranks.
+
+        Raises ConfigurationError on every rank if one has a sparse gradient.
+        """
         total = _sum_of_squares(others)
-        told = np.array([*reached, total, -total])
+        told = np.array([*reached, is_sparse, total, -total])
         comm.all_reduce(told, "max")
+        if told[-3]:
+            raise ConfigurationError(_SPARSE)
         largest, smallest = told[-2], -told[-1]
         if np.isfinite(told[-2:]).all() and largest - smallest > _TOLERANCE * largest:
             raise TrainingError(
@@ -148,7 +159,7 @@ class Dion(torch.optim.Optimizer):
                 "those of rule='adamw' alone, and register dion_hook"
             )
         self._has_own_momenta = comm.size > 1
-        return told[:-2].astype(bool).tolist()  # type: ignore[no-any-return]
+        return told[:-3].astype(bool).tolist()  # type: ignore[no-any-return]
 
     def _dion(self, work: Sequence[tuple[torch.Tensor, dict[str, Any]]]) -> None:
         """Steps on matrices, of which all factors of one side are averaged at once."""

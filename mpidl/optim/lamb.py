@@ -60,6 +60,12 @@ class LAMB(TrustRatioOptimizer):
         }
         super().__init__(params, defaults, mesh)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group after a check of its settings and parameters."""
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            require("params", p.dtype, p.dtype.is_floating_point, "floating-point tensors")
+
     def _check(self, settings: dict[str, Any]) -> None:
         bounds = settings["bounds"]
         require_betas(settings["betas"])

@@ -77,6 +77,35 @@ def test_everything_at_once_goes_on_to_the_bit(text: Path, tmp_path: Path) -> No
     assert whole["val_loss"] == saving["val_loss"] == again["val_loss"] == last["val_loss"]
 
 
+@pytest.mark.thorough
+@pytest.mark.limit(120)
+def test_optimizers_that_send_or_keep_less_go_on_to_the_bit(text: Path, tmp_path: Path) -> None:
+    """Saved at the last step of averaged gradients, or between outer steps. Another optimizer's state is refused."""
+    ways = {
+        "adamw8bit": ["--zero", "2"],
+        "onebitadam": ["--zero", "0", "--freeze-step", "3"],
+        "zerooneadam": ["--zero", "1"],
+        "onebitlamb": ["--zero", "1", "--freeze-step", "3"],
+        "dion": ["--zero", "0"],
+        "diloco": ["--zero", "0", "--outer-every", "2", "--outer-warmup", "2"],
+    }
+    lines = []
+    for name, way in ways.items():
+        common = [*TINY, "--data", text, "--optimizer", name, *way, "--json"]
+        folder = tmp_path / name
+        lines.append([*common, tmp_path / f"{name}.json", "--checkpoint-dir", folder, "--save-every", 3])
+        lines.append([*common, tmp_path / f"{name}-again.json", "--resume", folder / "step-00000003"])
+    other = ["--optimizer", "onebitadam", "--zero", "0", "--resume", tmp_path / "adamw8bit"]
+    *outcomes, (status, _, errors) = run(2, *lines, [*TINY, "--data", text, *other])
+    assert [each[0] for each in outcomes] == [0] * len(lines), outcomes
+    for name in ways:
+        whole, again = (json.loads((tmp_path / f"{name}{kind}.json").read_text()) for kind in ("", "-again"))
+        assert losses(again) == losses(whole)[3:], name
+        assert again["val_loss"] == whole["val_loss"]
+    assert (status, errors.count("\n")) == (2, 1), errors
+    assert "holds the state of AdamW8bit; the optimizer here is OneBitAdam" in errors
+
+
 def losses(results: dict[str, Any]) -> list[float]:
     return [entry["loss"] for entry in results["steps"]]
 

@@ -134,12 +134,43 @@ RUNS = {  # on two ranks
     "stage 3, int8": ["--zero", "3", "--batch", "3", "--compress", "int8"],
     "lamb": ["--zero", "1", "--batch", "3", "--optimizer", "lamb", "--lr", "1e-2"],
     "sgd": ["--zero", "2", "--batch", "3", "--optimizer", "sgd", "--lr", "0.3"],
+    "adamw8bit": ["--zero", "3", "--batch", "3", "--optimizer", "adamw8bit"],
+    "onebitadam": ["--zero", "0", "--batch", "3", "--optimizer", "onebitadam", "--freeze-step", "2"],
+    "onebitadam, stage 1": ["--zero", "1", "--batch", "3", "--optimizer", "onebitadam", "--freeze-step", "2"],
+    "zerooneadam": ["--zero", "0", "--batch", "3", "--optimizer", "zerooneadam"],
+    "onebitlamb": ["--zero", "1", "--batch", "3", "--optimizer", "onebitlamb", "--freeze-step", "2", "--lr", "1e-2"],
+    "dion": ["--zero", "0", "--batch", "3", "--optimizer", "dion"],
+    "dion, stage 2": ["--zero", "2", "--batch", "3", "--optimizer", "dion"],
+    "diloco": ["--zero", "0", "--batch", "3", "--optimizer", "diloco", "--outer-every", "2", "--outer-warmup", "1"],
     "auto": ["--zero", "2", "--batch", "3", "--compress", "auto"],
     "cut": ["--zero", "2", "--batch", "6", "--tp", "2"],
     "dropout": ["--zero", "3", "--batch", "3", "--dropout", "0.1"],
     "dropout, checkpoints": ["--zero", "3", "--batch", "3", "--dropout", "0.1", "--checkpoint-activations"],
     "dropout, on disk": ["--batch", "3", "--dropout", "0.1", "--checkpoint-activations", "2", *ON_DISK],
 }
+
+REFUSED = {  # of --optimizer
+    tuple(line.split()): message
+    for line, message in {
+        "--optimizer onebitadam": "--zero 3: --optimizer onebitadam needs each rank's whole gradients; needs --zero 0",
+        "--optimizer zerooneadam --zero 2": "--zero 2: --optimizer zerooneadam needs each rank's whole gradients",
+        "--optimizer diloco": "--zero 3: --optimizer diloco trains on each rank by itself; needs --zero 0",
+        "--optimizer diloco --zero 1": "--zero 1: --optimizer diloco trains on each rank by itself",
+        "--optimizer onebitlamb --zero 1 --compress int8": "--compress int8: --optimizer onebitlamb sends less by its",
+        "--optimizer dion --zero 0 --compress int8": "--compress int8: --optimizer dion sends less by itself",
+        "--optimizer diloco --zero 0 --compress int8": "--compress int8: --optimizer diloco sends less by itself",
+        "--optimizer dion --zero 0 --tp 2": "--tp 2: --optimizer dion needs ranks that hold the whole model",
+        "--optimizer onebitadam --zero 1 --tp 2": "--tp 2: --optimizer onebitadam needs ranks that hold the whole",
+        "--optimizer onebitadam --zero 1 --dtype bf16": "--dtype bf16: --optimizer onebitadam keeps no masters",
+        "--optimizer onebitadam --zero 1 --offload cpu": "--offload cpu: --optimizer onebitadam keeps whole states",
+        "--optimizer dion --offload cpu": "--offload cpu: --optimizer dion steps on whole matrices; leave it out",
+        "--optimizer diloco --zero 0 --check-replicas 5": "--check-replicas: ranks of --optimizer diloco differ",
+        "--outer-every 5": "--outer-every and --outer-warmup: need --optimizer diloco",
+        "--freeze-step 5": "--freeze-step 5: needs --optimizer onebitadam or onebitlamb",
+        "--optimizer onebitadam --zero 0 --freeze-step 0": "argument --freeze-step: got 0; needs at least 1",
+    }.items()
+}
+THOROUGH = ("onebitadam, stage 1", "zerooneadam", "onebitlamb", "dion, stage 2")  # runs that these tests alone look at
 
 
 def call_main(ranks: int, lines: Sequence[Sequence[object]]) -> list[list[tuple[int, str, str]]]:
@@ -151,14 +182,15 @@ def call_main(ranks: int, lines: Sequence[Sequence[object]]) -> list[list[tuple[
 
 
 @pytest.fixture(scope="module")
-def two_ranks(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, SimpleNamespace]:
+def two_ranks(text: Path, tmp_path_factory: pytest.TempPathFactory, brief: bool) -> dict[str, SimpleNamespace]:
     """Output of rank 0 and results, for each of RUNS."""
     folder = tmp_path_factory.mktemp("two")
-    paths = {name: folder / f"{name}.json" for name in RUNS}
+    chosen = [name for name in RUNS if not (brief and name in THOROUGH)]
+    paths = {name: folder / f"{name}.json" for name in chosen}
     common = [*TINY, "--data", text, "--sample", "20"]
-    outcomes = call_main(2, [[*common, *options, "--json", paths[name]] for name, options in RUNS.items()])
+    outcomes = call_main(2, [[*common, *RUNS[name], "--json", paths[name]] for name in chosen])
     done = {}
-    for name, ((status, out, errors), elsewhere) in zip(RUNS, outcomes, strict=True):
+    for name, ((status, out, errors), elsewhere) in zip(chosen, outcomes, strict=True):
         assert status == 0, errors
         assert elsewhere == [0, "", ""]
         done[name] = SimpleNamespace(stdout=out, results=json.loads(paths[name].read_text()))
@@ -218,6 +250,26 @@ def test_other_optimizers_learn_too(alone: SimpleNamespace, two_ranks: dict[str,
     found = losses(two_ranks[run].results)
     assert found[-1] < found[0] - 0.1
     assert found[1:] != losses(alone.results)[1:]
+
+
+@pytest.mark.thorough(*THOROUGH)
+@pytest.mark.parametrize(
+    "run",
+    [
+        *("adamw8bit", "onebitadam", "onebitadam, stage 1", "zerooneadam", "onebitlamb"),
+        *("dion", "dion, stage 2", "diloco"),
+    ],
+)
+def test_optimizers_that_send_or_keep_less_learn_too(
+    alone: SimpleNamespace, two_ranks: dict[str, SimpleNamespace], run: str
+) -> None:
+    """1-bit ones from step 3 on in one bit; DiLoCo with outer steps after the 3rd and the 5th."""
+    found, expected = losses(two_ranks[run].results), losses(alone.results)
+    assert found[-1] < found[0] - 0.1
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    assert found[1:] != expected[1:]
+    if run in ("adamw8bit", "zerooneadam"):  # the latter renews v by averaged gradients in its first 16 steps
+        np.testing.assert_allclose(found, expected, atol=2e-3)
 
 
 @pytest.mark.parametrize("run", ["bf16", "fp16", "DDP, fp16"])
@@ -330,6 +382,7 @@ def test_wrong_use_is_one_line_and_status_2_on_every_rank_and_help_is_printed_on
         ("--offload", "disk", "--offload-dir", text): "is not a directory",
         (*given, "--offload", "disk", "--offload-dir", "/proc/self"): "Offload: path /proc/self has 0.000 GB free",
         ("--global-batch", "8", "--grad-accum", "2"): "--global-batch and --grad-accum: give one of them",
+        **REFUSED,
         ("--delayed-update",): "--delayed-update: needs --offload cpu or disk",
         ("--nonsense",): "unrecognized arguments: --nonsense",
         ("--json", tmp_path / "no" / "results.json"): "cannot be written: No such file or directory",

@@ -73,7 +73,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     return SimpleNamespace(stdout=done.stdout, results=results, plot=(path / "plot").read_bytes())
 
 
-THOROUGH = ("bf16", "adamw", "lars", "lamb", "bottlenecks")  # runs that the others alone look at
+FEWER = ("adamw8bit", "onebitadam", "zerooneadam", "onebitlamb", "diloco")  # bytes sent or kept
+THOROUGH = ("bf16", "adamw", "lars", "lamb", "bottlenecks", *FEWER)  # runs that the others alone look at
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,11 @@ def two_ranks(folder: Path, tmp_path_factory: pytest.TempPathFactory, brief: boo
         "lars": [*TINY, "--optimizer", "lars"],
         "lamb": [*TINY, "--optimizer", "lamb", "--warmup", "0"],
         "int8": [*TINY, "--compress", "int8"],
+        "adamw8bit": [*TINY, "--optimizer", "adamw8bit", "--warmup", "0"],
+        "onebitadam": [*TINY, "--optimizer", "onebitadam", "--freeze-step", "5"],
+        "zerooneadam": [*TINY, "--optimizer", "zerooneadam", "--warmup", "0"],
+        "onebitlamb": [*TINY, "--optimizer", "onebitlamb", "--warmup", "0", "--freeze-step", "5"],
+        "diloco": [*TINY, "--optimizer", "diloco", "--outer-every", "5", "--outer-warmup", "2"],
         "bottlenecks": [*TINY, "--model", "resnet50", "--epochs", "1", "--segments", "4", "--batch-size", "480"],
         "one-left": [*TINY, "--epochs", "1", "--batch-size", "1436"],
         "images": images,
@@ -195,7 +201,7 @@ def test_segments_change_nothing_but_memory(two_ranks: dict[str, SimpleNamespace
 
 
 def test_bf16_other_optimizers_and_compressed_gradients_learn_too(two_ranks: dict[str, SimpleNamespace]) -> None:
-    names = [name for name in ("plain", "bf16", "adamw", "lars", "lamb", "int8") if name in two_ranks]
+    names = [name for name in ("plain", "bf16", "adamw", "lars", "lamb", "int8", *FEWER) if name in two_ranks]
     assert {"plain", "int8"} <= {*names}
     losses = [figures(two_ranks[name], "train_loss") for name in names]
     assert len({str(each) for each in losses}) == len(names)
@@ -284,6 +290,9 @@ def test_wrong_use_is_one_line_and_status_2_on_every_rank(folder: Path, tmp_path
         ("--size", "4"): "argument --size: got 4; needs at least 8",
         ("--lr", "-1"): "argument --lr: got -1",
         ("--optimizer", "adam"): "argument --optimizer: invalid choice: 'adam'",
+        ("--optimizer", "dion"): "argument --optimizer: invalid choice: 'dion'",
+        ("--optimizer", "onebitadam", "--compress", "int8"): "--optimizer onebitadam sends less by itself",
+        ("--outer-warmup", "5"): "--outer-every and --outer-warmup: need --optimizer diloco",
         ("--dtype", "fp64"): "argument --dtype: invalid choice: 'fp64'",
         ("--json", tmp_path): "cannot be written: Is a directory",
         ("--plot", tmp_path / "no" / "out.png"): "cannot be written: No such file or directory",
@@ -317,7 +326,8 @@ def test_an_image_that_one_rank_cannot_read_ends_the_job(
 
 
 def test_without_matplotlib_a_plot_is_refused_at_once() -> None:
-    code = f"import sys, runpy; sys.modules['matplotlib'] = None; runpy.run_path({EXAMPLE!r}, run_name='__main__')"
+    code = f"import sys, runpy; sys.modules['matplotlib'] = None; sys.path[0] = {str(Path(EXAMPLE).parent)!r}; "
+    code += f"runpy.run_path({EXAMPLE!r}, run_name='__main__')"
     done = launch.run([sys.executable, "-c", code, "--plot", "x"], 60, launch.ROOT, launch.environment())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: --plot needs the package matplotlib (pip install 'mpidl[plot]')\n"

@@ -68,8 +68,8 @@ class Compression:
     allow: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.allow, str) or not all(isinstance(name, str) for name in self.allow):
-            raise ConfigurationError(f"compress: allow: got {self.allow!r}; needs names of methods")
+        if not isinstance(self.allow, tuple | list) or not all(isinstance(name, str) for name in self.allow):
+            raise ConfigurationError(f"compress: allow: got {self.allow!r}; needs names of methods, in a tuple or list")
         if self.allow and not self.is_auto:
             raise ConfigurationError(f"compress: allow: got {self.allow!r} with {self.method!r}; needs 'auto'")
         if "auto" in self.allow:

@@ -20,6 +20,8 @@ from tests.mpidl.small_models import MODELS, fresh, sequences
 from tests.mpidl.zero.ways import ENGINES
 
 pytestmark = pytest.mark.mpi
+# Methods that begin a step with factors of the last one, and which.
+WARM = {"powersgd:2": {"right"}, "powersgd:2,alternating": {"left", "right"}, "gradzip:2": {"right"}}
 
 
 def compressed(run: Run) -> Any:
@@ -33,24 +35,37 @@ def check_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(found["remainders"][name], mean), name
 
 
+def check_same_states(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["states"].keys() == expected["states"].keys()
+    for name, kept in expected["states"].items():
+        assert found["states"][name].keys() == kept.keys()
+        for key, values in kept.items():
+            assert torch.equal(found["states"][name][key], values), f"{key} of {name}"
+
+
 @pytest.mark.limit(240)
-def test_any_engine_and_number_of_ranks_takes_over_the_mean(comm, shared: Path) -> None:
+@pytest.mark.each("method")
+@pytest.mark.parametrize("method", ["int4", *WARM])
+def test_any_engine_and_number_of_ranks_takes_over_the_mean(comm, shared: Path, method: str) -> None:
     fewer = comm.split(0 if comm.rank < max(1, comm.size - 1) else None)
-    states = {}
+    how, states = Compression(method, start_step=0), {}
     for engine in ENGINES:
-        run = Run(engine, comm, compress="int4")
+        run = Run(engine, comm, compress=how)
         run.steps(0, 2)
         states[engine] = compressed(run).state_dict()
         run.save(shared / engine, 2)
+        factors = [kept.keys() for kept in states[engine]["states"].values()]
+        assert set().union(*factors) == (WARM.get(method, set()) if comm.size > 1 else set())
     assert comm.size == 1 or all(any(m.any() for m in s["remainders"].values()) for s in states.values())
     for number, engine in enumerate(ENGINES):
         saved = ENGINES[number - 1]  # each loads another's
         for group in (comm, fewer):
             if group is None:
                 continue
-            run = Run(engine, group, fresh(MODELS["gpt2"], rank=1), compress="int4")
+            run = Run(engine, group, fresh(MODELS["gpt2"], rank=1), compress=how)
             run.load(shared / saved)
             check_same(compressed(run).state_dict(), states[saved])
+            check_same_states(compressed(run).state_dict(), states[saved])
             losses = run.steps(2, 4)
             assert np.isfinite(losses).all()
             assert compressed(run).steps == 4
@@ -218,3 +233,54 @@ def test_remainders_of_parts_over_tp_make_the_whole_and_are_cut_again(comm, shar
         again, its_optimizer, over = made(mesh)
         mpidl.checkpoint.load(shared / "whole", again, its_optimizer, **over)
         check_same(again.compressed.state_dict(), expected)
+
+
+class Rows(torch.nn.Module):
+    """A matrix, or a half of its rows."""
+
+    def __init__(self, mesh: mpidl.Mesh | None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(64 if mesh is None else 32, 32))
+        if mesh is not None:
+            begin = 32 * mesh.rank("tp")
+            cut = mpidl.mesh.Cut.along((64, 32), 0, [(begin, begin + 32)])
+            mpidl.mesh.place(self.weight, "tp", cut=cut)
+
+    def forward(self, rank: int) -> torch.Tensor:
+        return ((self.weight + rank) * torch.linspace(0, 1, self.weight.numel()).view_as(self.weight)).square().sum()
+
+
+@pytest.mark.ranks(4, exactly=True)
+@pytest.mark.filterwarnings("ignore:Mesh")
+@pytest.mark.parametrize("method", ["powersgd:1", "dgc:0.1", "int4"])
+def test_states_of_parameters_that_are_cut_begin_anew_and_this_is_said(comm, shared: Path, method: str) -> None:
+    keeps = method != "int4"
+
+    def made(mesh: mpidl.Mesh, is_cut: bool) -> Any:
+        over = mesh.along("dp", "cp") if is_cut else comm  # a mesh with tp is refused, as it may have what is not cut
+        model = Rows(mesh if is_cut else None)
+        wrapped = mpidl.DistributedDataParallel(
+            model, process_group=over, compress=Compression(method, start_step=0), bucket_cap_mb=1
+        )
+        where: dict[str, Any] = {"mesh": mesh} if is_cut else {"process_group": comm}
+        return wrapped, torch.optim.SGD(model.parameters(), lr=0.1), where
+
+    with mpidl.Mesh(tp=2, comm=comm) as mesh:
+        for was_cut in (True, False):
+            wrapped, optimizer, where = made(mesh, was_cut)
+            wrapped(comm.rank).backward()
+            optimizer.step()
+            assert bool(wrapped.compressed.state_dict()["states"]) == keeps
+            mpidl.checkpoint.save(shared / str(was_cut), wrapped, optimizer, step=1, **where)
+            for is_cut in (True, False):
+                again, its_optimizer, where = made(mesh, is_cut)
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    mpidl.checkpoint.load(shared / str(was_cut), again, its_optimizer, **where)
+                said = [str(each.message) for each in caught if "begin anew" in str(each.message)]
+                assert len(said) == (comm.rank == 0 and keeps and (was_cut or is_cut))
+                assert all(
+                    f"states of {method} begin anew for parameters that are cut over a mesh: weight" in s for s in said
+                )
+                kept = [v.any() for own in again.compressed.state_dict()["states"].values() for v in own.values()]
+                assert any(kept) == (keeps and not (was_cut or is_cut))

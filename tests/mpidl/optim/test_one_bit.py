@@ -102,6 +102,31 @@ def test_ddp_and_stage_1_train_the_same(comm: Communicator, name: str) -> None:
 
 
 @pytest.mark.mpi
+@classes
+def test_over_a_static_graph_it_trains_the_same(comm: Communicator, name: str) -> None:
+    """Before the freeze and after it, in several passes a step."""
+    found = []
+    for settings in ({}, {"static_graph": True}):
+        model = Slopes()
+        wrapped = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-4, **settings)
+        optimizer = CLASSES[name][0](model.parameters(), process_group=comm, lr=0.01, **CLASSES[name][1])
+        wrapped.register_comm_hook(optimizer, mpidl.optim.one_bit_hook)
+        for step in range(12):
+            inputs = [g.float() for g in slopes(step, comm.rank)]
+            if step % 2:
+                with wrapped.no_sync():
+                    wrapped(inputs).backward()
+            wrapped(inputs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        theirs = found[-1].clone()
+        comm.broadcast(theirs)
+        assert torch.equal(theirs, found[-1])
+    assert torch.equal(*found)
+
+
+@pytest.mark.mpi
 @engines
 @classes
 @pytest.mark.parametrize("clip", ["own", "torch", "mpidl"])

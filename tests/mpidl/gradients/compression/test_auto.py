@@ -72,7 +72,12 @@ def test_bytes_are_a_part_of_those_of_fp32(method: str, ranks: int, needs_all: b
     ("given", "message"),
     [
         ({"method": "int8", "allow": ("int4",)}, "allow: got .*; needs 'auto'"),
-        ({"method": "auto", "allow": "int8"}, "allow: got 'int8'; needs names"),
+        ({"method": "auto", "allow": "int8"}, "allow: got 'int8'; needs names of methods, in a tuple or list"),
+        ({"method": "auto", "allow": 3}, "allow: got 3; needs names of methods, in a tuple or list"),
+        ({"method": "auto", "allow": None}, "allow: got None; needs names"),
+        ({"method": "auto", "allow": {"int8"}}, "allow: got {'int8'}; needs names"),  # in another order on each rank
+        ({"method": "auto", "allow": ("int8", 4)}, r"allow: got \('int8', 4\); needs names"),
+        ({"method": "int8", "allow": 0}, "allow: got 0; needs names"),
         ({"method": "auto", "allow": ("auto",)}, "allow: got 'auto'"),
         ({"method": "auto", "allow": ("int9",)}, "got 'int9'; needs one of"),
     ],

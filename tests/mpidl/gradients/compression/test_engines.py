@@ -10,7 +10,9 @@ import torch
 import mpidl
 from collectives import Communicator
 from mpidl import Compression
-from tests.mpidl.gradients.compression.methods import LOSS_TOLERANCES, METHODS
+from mpidl.gradients.compression.settings import compression
+from mpidl.job.objects import all_gather_object
+from tests.mpidl.gradients.compression.methods import ENGINE_VARIANTS, LOSS_TOLERANCES, METHODS
 from tests.mpidl.small_models import MODELS, fresh, sequences
 from tests.mpidl.zero.reference import SETTINGS
 from tests.mpidl.zero.ways import WAYS
@@ -71,7 +73,7 @@ def check_equal_on_all_ranks(comm: Communicator, weights: dict[str, torch.Tensor
 
 @engines
 @pytest.mark.each("method")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *ENGINE_VARIANTS])
 def test_training_follows_full_precision_with_the_same_weights_on_all_ranks(
     comm: Communicator, engine: str, method: str
 ) -> None:
@@ -83,6 +85,14 @@ def test_training_follows_full_precision_with_the_same_weights_on_all_ranks(
     if comm.size > 1:
         exact = plain.weights()
         assert any(not torch.equal(weights[name], exact[name]) for name in exact)
+
+
+@engines
+@pytest.mark.parametrize("method", ["powersgd:999", "powersgd:99,batched,min_rate=1", "gradzip:99,batched,min_rate=1"])
+def test_a_rank_above_the_size_of_the_gradients_sends_them_whole(comm: Communicator, engine: str, method: str) -> None:
+    plain, compressed = Training(comm, engine), Training(comm, engine, Compression(method, start_step=0))
+    assert compressed.run(3) == pytest.approx(plain.run(3), abs=1e-3)
+    check_equal_on_all_ranks(comm, compressed.weights())
 
 
 @engines
@@ -171,6 +181,13 @@ def test_remainders_of_parameters_whose_elements_lie_in_another_order(comm: Comm
     [
         ("int9", "compress: got 'int9'; needs one of"),
         ("int8:3", "compress: got int8:3; int8 has no settings"),
+        ("auto:3", "compress: got 'auto:3'; needs one of"),
+        ("powersgd:0", "compress: got 'powersgd:0': rank '0'; needs an integer from 1 up"),
+        ("topk:1.5", "compress: got 'topk:1.5': fraction '1.5'; needs a part of the values, above 0 and up to 1"),
+        ("topk:5000", "compress: got 'topk:5000': fraction '5000'; needs a part of the values"),
+        ("randomk:nan", "compress: got 'randomk:nan': fraction 'nan'; needs a part of the values"),
+        ("dgc:2", "compress: got 'dgc:2': fraction '2'; needs a part of the values"),
+        ("sketch:0", "compress: got 'sketch:0': fraction '0'; needs a part of the values"),
         (3, "compress: got int; needs a name"),
     ],
 )
@@ -180,6 +197,34 @@ def test_wrong_settings_are_one_error_on_every_rank(comm: Communicator, engine: 
         Training(comm, engine, given)
     with pytest.raises(mpidl.ConfigurationError, match="where: got 'here'"):
         Compression("int8", where="here")
+    wrong = comm.rank == comm.size - 1
+    where = "" if comm.size == 1 or wrong else rf".* \(on rank {comm.size - 1}\)$"
+    with pytest.raises(mpidl.ConfigurationError, match=message + where):
+        Training(comm, engine, given if wrong else "int8")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("int8", "int4"),
+        ("int8", None),
+        ("topk:0.1", "topk:0.2"),
+        (Compression("int8", start_step=1), Compression("int8", start_step=2)),
+        (Compression("auto", allow=("int8",)), "auto"),
+    ],
+    ids=str,
+)
+@engines
+def test_ranks_that_compress_otherwise_are_one_error_on_every_rank(
+    comm: Communicator, engine: str, given: tuple[Any, Any]
+) -> None:
+    with pytest.raises(mpidl.errors.ModelMismatch) as raised:
+        Training(comm, engine, given[comm.rank == comm.size - 1])
+    told = all_gather_object(comm, str(raised.value))
+    assert set(told) == {told[0]}
+    made = [None if each is None else compression(each) for each in given]
+    assert f"rank 0 has compress={made[0]}, rank {comm.size - 1} has compress={made[1]}" in told[0]
 
 
 @engines
