@@ -74,7 +74,7 @@ class Run:
         """Weights, states of the optimizer and of its averager. Collective."""
         inner = getattr(self.optimizer, "optimizer", self.optimizer)
         if isinstance(inner, mpidl.ZeroOptimizer):
-            found: list[Any] = [inner.model_state_dict(), inner.state_dict()["state"]]
+            found: list[Any] = [inner.model_state_dict(), inner.state_dict()]
         else:
             found = [self.model.state_dict(), list(inner.state.values())]
         if inner is not self.optimizer:
