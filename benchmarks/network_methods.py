@@ -5,7 +5,6 @@ To add one is a line in METHODS. A compressor needs none: its name is what `comp
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,10 +34,10 @@ from mpidl.optim import (
     dion_hook,
     one_bit_hook,
 )
-from mpidl.optim.one_bit.base import OneBitOptimizer
 
 BASE, ALONE = "ddp", "single"
 Adam = torch.optim.AdamW
+RANK_FRACTION = 0.25  # of Dion's factors
 
 
 @dataclass(frozen=True)
@@ -87,8 +86,7 @@ class Shape:
         """Bytes of Dion's factors and of the gradients that are no matrices'."""
         matrices = [size for size in self.sizes if len(size) == 2]
         rest = self.total / 4 - sum(size.numel() for size in matrices)
-        fraction = inspect.signature(Dion).parameters["rank_fraction"].default
-        return 4 * (rest + sum(sum(size) * max(1, round(fraction * min(size))) for size in matrices))
+        return 4 * (rest + sum(sum(size) * max(1, round(RANK_FRACTION * min(size))) for size in matrices))
 
     def buckets(self, cap: float, first: float | None) -> list[list[torch.Size]]:
         """Shapes of the gradients in each bucket. cap, first: bytes of a bucket, and of the first one, at most."""
@@ -165,7 +163,9 @@ def torch_ddp(hook: str | None = None, rank: int = 4) -> Callable[[GPT2, Communi
     return make
 
 
-def one_bit(optimizer_class: type[OneBitOptimizer], **settings: Any) -> Callable[[GPT2, Communicator], Engine]:
+def one_bit(
+    optimizer_class: Callable[..., torch.optim.Optimizer], **settings: Any
+) -> Callable[[GPT2, Communicator], Engine]:
     """DDP, and an optimizer that sends one bit an element in the counted steps."""
 
     def make(model: GPT2, comm: Communicator) -> Engine:
@@ -184,7 +184,7 @@ def dion(model: GPT2, comm: Communicator) -> Engine:
         {"params": [p for p in model.parameters() if p.dim() == 2], "rule": "dion"},
         {"params": [p for p in model.parameters() if p.dim() != 2], "rule": "adamw"},
     ]
-    optimizer = Dion(groups, process_group=comm)
+    optimizer = Dion(groups, rank_fraction=RANK_FRACTION, process_group=comm)
     wrapped.register_comm_hook(DionState(optimizer), dion_hook)
     return plain(wrapped, optimizer)
 
