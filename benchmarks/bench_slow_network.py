@@ -16,6 +16,8 @@ A row, of the slowest rank or the host that sends most:
              without them; and the ratio of the two
     wire     ms that the formula's bytes take at --rate, if nothing else is in the way
     goal     of "ddp": the wire's time and that of "single", one after the other, and a tenth more; compression is free
+    compress ms in a step in which the thread that trains computes for compressed gradients: it adds remainders,
+             compresses, starts messages, decompresses; of "onebit" with the steps of its states. "-": none is counted
     wait     ms in a step in which the thread that trains does not compute: it waits for messages or for a core
     cpu      ms of all threads beyond those of "single": sums, copies, compression, and the work for messages
 """
@@ -56,6 +58,7 @@ class Round:
 
     ms: list[float]
     sent_mb: float
+    compress_ms: float
     wait_ms: float
     cpu_ms: float
     loss: float
@@ -72,6 +75,7 @@ class Row:
     formula_mb: float
     wire_ms: float | None
     goal: float | None
+    compress_ms: float
     wait_ms: float
     cpu_ms: float
     loss: float
@@ -113,6 +117,7 @@ class NetworkTrial(Trial):
         """One more."""
         if self._done == self._options.warmup:
             self._sent, self._cpu, self._idle = settled_bytes(self._comm), time.process_time(), 0.0
+            self._compressing = self._engine.compressing()
         wall, busy = time.perf_counter(), time.thread_time()
         super().step()
         if self._done > self._options.warmup:
@@ -127,11 +132,13 @@ class NetworkTrial(Trial):
         """Ends it, and gives what was found. Collective."""
         cpu = time.process_time() - self._cpu
         sent = settled_bytes(self._comm) - self._sent
-        found = np.array([sent, self._idle, cpu]) / self._options.steps
+        compressing = self._engine.compressing() - self._compressing
+        found = np.array([sent, compressing, self._idle, cpu]) / self._options.steps
         self._comm.all_reduce(found, "max")
         run = self.end()
         ms = run.seconds.sum(1).reshape(-1, self._period).mean(1) * 1e3
-        return Round(ms.tolist(), found[0] / MB, found[1] * 1e3, found[2] * 1e3, run.loss)
+        compress_ms, wait_ms, cpu_ms = (found[1:] * 1e3).tolist()
+        return Round(ms.tolist(), found[0] / MB, compress_ms, wait_ms, cpu_ms, run.loss)
 
 
 def measure(
@@ -177,6 +184,7 @@ def rows_of(found: dict[str, list[Round]], shape: Shape, rate: float | None) -> 
                 formula / MB,
                 wire,
                 goal,
+                mean(name, "compress_ms"),
                 mean(name, "wait_ms"),
                 mean(name, "cpu_ms") - (mean(ALONE, "cpu_ms") if ALONE in found else 0),
                 rounds[-1].loss,
@@ -187,13 +195,26 @@ def rows_of(found: dict[str, list[Round]], shape: Shape, rate: float | None) -> 
 
 def print_table(rows: Sequence[Row], say: Callable[..., None]) -> None:
     """One line a method."""
-    heads = ("ms", f"of {BASE}", "MB sent", "formula", "ratio", "wire ms", "goal", "wait ms", "cpu ms", "last loss")
+    heads = (
+        "ms",
+        f"of {BASE}",
+        "MB sent",
+        "formula",
+        "ratio",
+        "wire ms",
+        "goal",
+        "compress",
+        "wait ms",
+        "cpu ms",
+        "loss",
+    )
     say(f"# {'method':>16} " + " ".join(f"{head:>9}" for head in heads))
     for row in rows:
         over = row.sent_mb / row.formula_mb if row.formula_mb else None
         cells = (
             *(f"{row.ms:.1f}", _number(row.ratio, 3), f"{row.sent_mb:.2f}", f"{row.formula_mb:.2f}", _number(over, 3)),
-            *(_number(row.wire_ms, 0), _number(row.goal, 3), f"{row.wait_ms:.0f}", f"{row.cpu_ms:.0f}"),
+            *(_number(row.wire_ms, 0), _number(row.goal, 3), _number(row.compress_ms or None, 0)),
+            *(f"{row.wait_ms:.0f}", f"{row.cpu_ms:.0f}"),
             f"{row.loss:.4f}",
         )
         say(f"  {row.method:>16} " + " ".join(f"{cell:>9}" for cell in cells))
@@ -204,7 +225,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Bars: computing alone, the wire's time that it does not hide, and what else a step takes."""
+    """Bars: computing alone, compression, of the wire's time what these leave of a step, and what else it takes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -215,16 +236,18 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
     names, left = [row.method for row in shown], np.zeros(len(shown))
     step = np.array([row.ms for row in shown])
     computing = np.minimum(alone, step)
-    wire = np.clip([row.wire_ms or 0.0 for row in shown], 0, step - computing)
+    compressing = np.minimum([row.compress_ms for row in shown], step - computing)
+    wire = np.clip([row.wire_ms or 0.0 for row in shown], 0, step - computing - compressing)
     figure, axes = pyplot.subplots(figsize=(9, 1.4 + 0.36 * len(shown)))
-    parts = {"without communication": computing, "the wire": wire, "all else": step - computing - wire}
-    for (label, width), colour in zip(parts.items(), ("#4292c6", "#9ecae1", "#d94801"), strict=True):
+    parts = {"without communication": computing, "compression": compressing, "the wire": wire}
+    parts["all else"] = step - computing - compressing - wire
+    for (label, width), colour in zip(parts.items(), ("#4292c6", "#74c476", "#9ecae1", "#d94801"), strict=True):
         bars = axes.barh(names, width, left=left, label=label, color=colour)
         left = left + width
     axes.bar_label(bars, labels=[f"{row.ms:.0f}  ({_number(row.ratio, 2)})" for row in shown], padding=3)
     axes.margins(x=0.15)
     axes.set_title(title)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False, fontsize="small")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=4, frameon=False, fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

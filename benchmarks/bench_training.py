@@ -56,12 +56,16 @@ BETWEEN_LOOKS = 0.02  # seconds, at the memory of a node
 
 @dataclass
 class Engine:
-    """Engine under test: loss(x, y) runs forward; backward(loss), step() the rest. close() ends it."""
+    """Engine under test: loss(x, y) runs forward; backward(loss), step() the rest. close() ends it.
+
+    compressing() is the time that this thread has computed for compressed gradients so far, in seconds.
+    """
 
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     backward: Callable[[torch.Tensor], Any]
     step: Callable[[], Any]
     close: Callable[[], Any] = lambda: None
+    compressing: Callable[[], float] = lambda: 0.0
 
 
 class Stopwatch:
@@ -174,7 +178,11 @@ def plain(call: Any, optimizer: torch.optim.Optimizer) -> Engine:
         optimizer.step()
         optimizer.zero_grad()
 
-    return Engine(call, lambda loss: loss.backward(), step)
+    def compressing() -> float:
+        parts = (getattr(call, "compressed", None), getattr(optimizer, "compressed", None), optimizer)
+        return sum(getattr(part, "computing_seconds", 0.0) for part in parts)
+
+    return Engine(call, lambda loss: loss.backward(), step, compressing=compressing)
 
 
 def build(name: str, model: GPT2, comm: Communicator, options: argparse.Namespace) -> Engine:

@@ -17,8 +17,9 @@ from bench_training import SETTINGS, Engine, plain
 from collectives import Communicator
 from mpidl.comm_hooks import bf16_compress
 from mpidl.ddp.arguments import BUCKET_CAP_MB
-from mpidl.errors import UsageError
+from mpidl.errors import ConfigurationError, UsageError
 from mpidl.gradients.buckets import FIRST_BUCKET_MB, MIB, assign
+from mpidl.gradients.compression import Compressor
 from mpidl.gradients.compression.auto import PASSES
 from mpidl.gradients.compression.sign import Sign
 from mpidl.models.gpt2 import GPT2
@@ -249,12 +250,13 @@ def names_of(text: str) -> list[str]:
 
 
 def method_of(name: str) -> Method:
-    """The method of a name; of another than those of METHODS, an engine with `compress=`."""
+    """The method of a name; of another than those of METHODS, an engine with `compress=`. Raises UsageError."""
     if name in METHODS:
         return METHODS[name]
     engine, plus, compress = name.rpartition("+")
     stage = int(engine[-1]) if re.fullmatch("zero[123]", engine) else 0
-    if (plus and not stage and engine != BASE) or not compress:
+    is_known = compress.partition(":")[0] in (*mpidl.COMPRESSORS, "auto")
+    if (plus and not stage and engine != BASE) or not is_known:
         raise UsageError(
             f"--methods: got {name!r}; needs any of {','.join(METHODS)}, a compressor, or ENGINE+compressor "
             "with ddp, zero1, zero2 or zero3"
@@ -272,8 +274,15 @@ def method_of(name: str) -> Method:
         gathered = (0, shape.total, shape.total, shape.zero3_gathers(2))[stage]
         return reduced + shape.all_reduced(gathered) / 2
 
-    made = None if compress == "auto" else mpidl.Compression(compress).compressor()
+    made = None if compress == "auto" else _compressor(compress)
     starts = None if made is None or made.arrays else STARTS  # one with arrays compresses from the first step on
     settings: dict[str, Any] = {"compress": mpidl.Compression(compress, start_step=starts)}
     settings["optimizer"] = torch.optim.SGD if made is not None and made.momentum else Adam
     return Method(zero(stage, **settings) if stage else ddp(**settings), sends)
+
+
+def _compressor(name: str) -> Compressor:
+    try:
+        return mpidl.Compression(name).compressor()
+    except ConfigurationError as error:
+        raise UsageError(f"--methods: {error}") from None

@@ -3,6 +3,8 @@
     python -m mpidl.memory --params 7.5e9 --ranks 64 --dtype bf16
 
     estimate       bytes a rank of any ZeRO stage, from a model or a number of parameters
+    optimizer_state
+                   bytes of an optimizer's state, by its name
     activations    what autograd keeps for backward: by formula for a transformer, and counted while a model runs
     counted        the tensors of model state that this rank holds now, by category
     process        what the system says of the whole process
@@ -13,7 +15,8 @@ category of `counted.Measurement`, with which tests compare it. CONTRIBUTING.md 
 
 from .activations import SavedActivations, activation_bytes, measure_activations, slot_bytes
 from .counted import Measurement, measure, model_state_bytes, storage_bytes
-from .estimate import STATE_BYTES, Estimate, estimate
+from .estimate import Estimate, estimate
+from .optimizer_state import STATE_BYTES
 from .process import MIB, data_mib, peak_rss_mib, pss_mib, rss_mib
 
 __all__ = [

@@ -26,7 +26,7 @@ class Measurement:
 
     parameters: what is whole or sharded, and the model's buffers (running statistics, ...).
     optimizer: its state and fp32 masters.
-    buckets: storage for gradients in flight that holds none to keep.
+    buckets: storage for gradients in flight that holds none to keep, and for messages of `compress=`.
     activations: what autograd keeps for backward.
     compression: what `compress=` has not sent, and its compressor's states; the place for messages of
         `compress_parameters=`, which may be the node's.
@@ -118,7 +118,9 @@ def _held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     for engine in (*wrappers, optimizer):
         reduction = getattr(engine, "compressed", None)
-        tensors["compression"] += [] if reduction is None else reduction.held_tensors()
+        if reduction is not None:
+            tensors["compression"] += reduction.held_tensors()
+            tensors["buckets"] += reduction.message_buffers()
     held: dict[str, dict[int, int]] = {}
     seen: set[int] = set()
     for category, own in tensors.items():

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,26 +30,15 @@ from ..errors import ConfigurationError
 from ..gradients.buckets import FIRST_BUCKET_MB, assign
 from ..gradients.compression import Compression
 from ..gradients.compression.settings import compression, parameter_compressor
-from ..optim.blockwise import BLOCK
-from ..optim.elementwise_state import EIGHT_BIT_LEAST
+from ..optim.rank_mean import METHODS
 from ..tensor import Plan
 from ..tensor.counting import outline
+from .optimizer_state import WHOLE, StateBytes, name_of, state_of
 from .process import MIB
 
 STAGES = (0, 1, 2, 3)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OFFLOAD = ("cpu", "disk")
-# Bytes of the state of those that send one bit, which every rank keeps whole, in fp32. Errors are 4 of them.
-_WHOLE = {"onebitadam": 12, "onebitlamb": 16, "zerooneadam": 20}
-# Bytes of an optimizer's state for a parameter of 4 bytes.
-STATE_BYTES = {
-    **dict.fromkeys(("sgd",), 0),
-    **dict.fromkeys(("momentum", "lars", "adagrad", "rmsprop", "asgd"), 4),
-    **dict.fromkeys(("adam", "adamw", "lamb", "adamax", "nadam", "radam", "adadelta", "rprop"), 8),
-    **dict.fromkeys(("amsgrad",), 12),
-    **dict.fromkeys(("adam8bit", "adamw8bit"), 2 + 8 / BLOCK),  # two codes, and a share of two scales
-    **_WHOLE,
-}
 _ROTATING = 3  # gradient buckets of stage 2 at a time; of stage 3 the model's own, one that fills and one in flight
 
 
@@ -183,27 +172,22 @@ def estimate(
     """
     _check(ranks, nodes, stage, dtype, reduce_dtype, offload, activations, unit, bucket_cap_mb, prefetch)
     data_ranks, data_nodes = _without_tp(ranks, nodes, tp, tp_rank, slots)
-    methods = [None] if compress is None else [*compression(compress).candidates()]
+    methods: list[Compression | None] = [None] if compress is None else [*compression(compress).candidates()]
     of_parameters = None if compress_parameters is None else parameter_compressor(compress_parameters)
     if step_in_backward and offload:
         raise ConfigurationError("step_in_backward: got offload with it; what is offloaded is stepped after the pass")
     over = data_ranks if shard_ranks is None else shard_ranks
     local = min(over, data_ranks // data_nodes)  # of them, those on one node
     _check_groups(data_ranks, data_nodes, stage, over)
-    each = _state_bytes(optimizer)
-    eight_bit = not isinstance(optimizer, int | float) and each == STATE_BYTES["adam8bit"]
-    state = _State(
-        each, isinstance(optimizer, str | type) and not eight_bit, masters, EIGHT_BIT_LEAST if eight_bit else 0
-    )
-    is_whole = _name_of(optimizer) in _WHOLE
-    if is_whole:
-        if stage > 1 or offload or step_in_backward:
-            raise ConfigurationError(
-                f"optimizer: got {_name_of(optimizer)}, whose state is whole on every rank; needs stage 0 (DDP) or 1, "
-                "without offload and step_in_backward"
-            )
+    whole_state = name_of(optimizer) in WHOLE
+    state = state_of(optimizer, masters)
+    if whole_state:
+        _check_whole(name_of(optimizer), stage, offload, step_in_backward)
         inside = data_ranks // data_nodes if data_nodes > 1 else 1
-        state = _State(each - 4 + 4 / inside, scales=False, masters=False, least=0)
+        state = StateBytes(state.each - 4 + 4 / inside, scales=False, masters=False)
+    elif name_of(optimizer) == "diloco":
+        _check_diloco(stage, offload, step_in_backward, compress, over == data_ranks > 1)
+        state, methods = replace(state, wide=state.wide + (0 if compress is None else 4)), [None]
     reduced = None if reduce_dtype is None else DTYPES[reduce_dtype]
     cap = bucket_cap_mb * MIB
     if reduced is not None and dtype in ("bf16", "fp16"):  # as ZeroOptimizer, of which these are the precision
@@ -222,7 +206,7 @@ def estimate(
         return -(-nbytes // over) if stage >= cut_from else nbytes
 
     def of(whole: _Whole) -> Estimate:
-        state_share = whole.optimizer if is_whole else share(whole.optimizer, 1)
+        state_share = whole.optimizer if whole_state else share(whole.optimizer, 1)
         passing = {0: whole.ddp_buckets, 1: whole.buckets, 2: whole.buckets, 3: whole.unit_gradients}
         buckets = passing[stage] if step_in_backward or stage > 1 else 0  # else they are where the gradients lie
         if stage == 3 and over > local:
@@ -310,46 +294,27 @@ def _check_groups(ranks: int, nodes: int, stage: int, over: int) -> None:
         raise ConfigurationError("shard_ranks: got stage 0 with it; DDP cuts nothing")
 
 
-def _name_of(optimizer: Any) -> str:
-    name = optimizer.__name__ if isinstance(optimizer, type) else optimizer
-    return name.lower() if isinstance(name, str) else ""
+def _check_whole(name: str, stage: int, offload: str | bool, step_in_backward: bool) -> None:
+    if stage > 1 or offload or step_in_backward:
+        raise ConfigurationError(
+            f"optimizer: got {name}, whose state is whole on every rank; needs stage 0 (DDP) or 1, without offload and "
+            "step_in_backward"
+        )
 
 
-def _state_bytes(optimizer: str | float | type[torch.optim.Optimizer]) -> float:
-    if isinstance(optimizer, int | float) and not isinstance(optimizer, bool):
-        if 0 <= optimizer < math.inf:
-            return optimizer
-    elif (name := _name_of(optimizer)) in STATE_BYTES:
-        return STATE_BYTES[name]
-    raise ConfigurationError(
-        f"optimizer: got {optimizer!r}; needs one of {', '.join(STATE_BYTES)}, or bytes of state a parameter"
-    )
-
-
-@dataclass(frozen=True)
-class _State:
-    """State of an optimizer.
-
-    each: bytes a parameter.
-    scales: they grow with the dtype of the stepped values.
-    least: elements of a parameter below which they are those of Adam.
-    """
-
-    each: float
-    scales: bool
-    masters: bool
-    least: int
-
-    def of(self, dtype: torch.dtype, size: float) -> float:
-        """Bytes of state and master for each element of a parameter."""
-        each = self.each if size >= self.least else STATE_BYTES["adam"]
-        if dtype.itemsize == 2 and self.masters:
-            return 4 + each
-        return each * dtype.itemsize / 4 if self.scales else each
+def _check_diloco(stage: int, offload: str | bool, step_in_backward: bool, compress: Any, over_all: bool) -> None:
+    if offload or step_in_backward:
+        raise ConfigurationError("optimizer: got diloco; needs no offload and no step_in_backward")
+    if stage and over_all:
+        raise ConfigurationError(
+            f"optimizer: got diloco in stage {stage} over all ranks; needs shard_ranks, those of a node, or stage 0"
+        )
+    if compress is not None and compress not in METHODS:
+        raise ConfigurationError(f"compress: got {compress!r} with diloco; needs one of {', '.join(METHODS)}, or None")
 
 
 def _of_number(
-    number: float, dtype: torch.dtype, reduced: torch.dtype | None, state: _State, cap: float, unit: float, tp: int
+    number: float, dtype: torch.dtype, reduced: torch.dtype | None, state: StateBytes, cap: float, unit: float, tp: int
 ) -> _Whole:
     """cap: of buckets, in bytes of parameters."""
     if isinstance(number, bool) or not isinstance(number, int | float) or not 1 <= number < math.inf:
@@ -377,7 +342,7 @@ def _of_number(
 
 
 def _of_model(
-    model: torch.nn.Module, dtype: str | None, reduced: torch.dtype | None, state: _State, cap: float
+    model: torch.nn.Module, dtype: str | None, reduced: torch.dtype | None, state: StateBytes, cap: float
 ) -> _Whole:
     """cap: of buckets, in bytes of parameters."""
     from ..zero.parameters.units import cut  # the engines may import this package
@@ -396,7 +361,7 @@ def _of_model(
         parameters=_bytes(list(of.values())),
         buffers=_bytes(list(model.buffers())),
         gradients=_bytes(trained, reduced),
-        optimizer=round(sum(q.numel() * state.of(q.dtype, q.numel()) for q in trained)),
+        optimizer=round(sum(q.numel() * state.of(q.dtype, q.numel(), q.shape) for q in trained)),
         buckets=sum(sorted(buckets)[-_ROTATING:]),
         ddp_buckets=_of_ddp(of_ddp),
         unit=max((_bytes(unit) for unit in units[:-1]), default=0),

@@ -13,7 +13,7 @@
 
 To add an optimizer: a file here with a `torch.optim.Optimizer` whose class declares `step_needs`, a
 `mpidl.optimizer_trial.StepNeeds`, by which DDP, ZeRO and tensor parallelism know whether it steps on slices; its name
-in `_MODULES`, under `TYPE_CHECKING` and in `__all__`; its bytes in `mpidl.memory.estimate.STATE_BYTES`. CONTRIBUTING.md
+in `_MODULES`, under `TYPE_CHECKING` and in `__all__`; its bytes in `mpidl.memory.STATE_BYTES`. CONTRIBUTING.md
 has the cases and the tests.
 """
 

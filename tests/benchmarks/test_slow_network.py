@@ -19,6 +19,10 @@ METHODS = (
     "diloco;diloco-int8;powersgd:4;powersgd:4,fp16;powersgd:4,batched;powersgd:4,alternating;zero2+powersgd:4;torch-ddp;"
     "torch-powersgd;ddp+bf16;fp16;int8;zero2+int8;int4;sign;gradzip:4;topk:0.01;dgc:0.01;randomk:0.01;sketch:0.001"
 )
+WITHOUT_COMPRESSION = {  # in the thread that trains, or none that is counted
+    *("single", "ddp", "zero2", "zero3", "zero3-ahead", "zero3-keep", "zero3-node", "bf16"),
+    *("dion", "post-local", "diloco", "diloco-int8", "torch-ddp", "torch-powersgd"),
+}
 BETWEEN_NODES = "single;ddp;zero2;onebit;powersgd:4;ddp+bf16;int8;zero2+int8;topk:0.01"
 
 
@@ -75,6 +79,7 @@ def test_bytes_at_the_interfaces_are_those_of_the_formulas(tmp_path: Path) -> No
         assert row["wire_ms"] == pytest.approx(8 * row["formula_mb"])
         assert row["goal"] == pytest.approx(1.1 * (row["wire_ms"] + alone) / base)
     assert rows["ddp"]["ratio"] == 1.0
+    assert {name for name, row in rows.items() if not row["compress_ms"]} == WITHOUT_COMPRESSION
     losses = {name: row["loss"] for name, row in rows.items()}
     assert len({losses[name] for name in ("ddp", "zero2", "zero3", "zero3-ahead", "zero3-keep", "zero3-node")}) == 1
     assert losses["bf16"] == pytest.approx(losses["ddp"], rel=1e-2)

@@ -26,7 +26,11 @@ WRONG = {
         "--windows=13": "--windows: got 13; needs a multiple of the 2 ranks",
     },
     "bench_post_local": {"--methods=large,local:0": "--methods: got 'local:0'; needs any of small, large, local:STEPS"},
-    "bench_slow_network": {"--methods=ddp,zero4+int8": "--methods: got 'zero4+int8'; needs any of single,ddp,"},
+    "bench_slow_network": {
+        "--methods=ddp,zero4+int8": "--methods: got 'zero4+int8'; needs any of single,ddp,",
+        "--methods=int9": "--methods: got 'int9'; needs any of single,ddp,",
+        "--methods=ddp+powersgd:0": "--methods: compress: got 'powersgd:0': rank '0'; needs an integer from 1 up",
+    },
     "bench_barrier": {"--rounds=0": "--rounds"},
     "bench_checkpoint": {"--engines=copy": "--engines"},
 }

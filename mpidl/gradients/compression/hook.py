@@ -147,6 +147,11 @@ class CompressedReduction:
         return self.compressor.name if self.choice is None else self.choice.chosen
 
     @property
+    def computing_seconds(self) -> float:
+        """Seconds that the backward pass's thread has computed for compressed reductions so far, without its waits."""
+        return self._pipeline.computing_seconds
+
+    @property
     def chooses_none(self) -> bool:
         """Returns whether "auto" has chosen to send in full precision, which an engine does without this hook."""
         return self.choice is not None and self.choice.chooses_none
@@ -269,6 +274,10 @@ class CompressedReduction:
         for states in (self.compressor.state(), self._former_states):
             kept += [value for state in states.values() for value in state.values()]
         return kept
+
+    def message_buffers(self) -> list[torch.Tensor]:
+        """Memory for what is sent and received, which the next reductions use again; that in use is not counted."""
+        return self.compressor.pool.held_tensors()
 
     def _begin_window(self) -> None:
         self._begins_step = self._window.begin_pass()

@@ -11,6 +11,7 @@ bucket k has started all that the others need for it, as they wait for no later 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -41,11 +42,13 @@ class PipelinedReduction(Then):
 
     def enter_next_phase(self) -> None:
         """Takes up the results of the phase under way, and starts the operations of the next."""
+        begun = time.thread_time()
         try:
             self._works = next(self._steps)
             self.phases_entered += 1
         except StopIteration:
             self._works, self.done = [], True
+        self._pipeline.computing_seconds += time.thread_time() - begun
 
     def is_completed(self) -> bool:
         """Returns whether the phase under way is over."""
@@ -58,9 +61,13 @@ class PipelinedReduction(Then):
 
 
 class Pipeline:
-    """The reductions under way, in the order of their buckets."""
+    """The reductions under way, in the order of their buckets.
+
+    computing_seconds: float; time that this thread has computed in their phases, without its waits.
+    """
 
     def __init__(self) -> None:
+        self.computing_seconds = 0.0
         self._under_way: list[PipelinedReduction] = []
 
     def start(self, steps: Steps, found: Callable[[], torch.Tensor | None]) -> PipelinedReduction:

@@ -19,6 +19,10 @@ class Pool:
         free = self._free.get((elements, dtype, device))
         return free.pop() if free else torch.empty(elements, dtype=dtype, device=device)
 
+    def held_tensors(self) -> list[torch.Tensor]:
+        """The free arrays."""
+        return [array for arrays in self._free.values() for array in arrays]
+
     def give_back(self, *arrays: torch.Tensor) -> None:
         """Takes arrays back that nothing reads any more."""
         for array in arrays:

@@ -192,10 +192,17 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """Bytes that this rank has sent in exchanges of bits so far, without headers of messages."""
         return 0.0 if self._exchange is None else self._exchange.sent_bytes
 
-    def held_tensors(self) -> list[torch.Tensor]:
-        """The states' arrays, and the errors."""
-        errors = [errors.values for errors in self._errors.values() if errors.values is not None]
-        return [array for bucket in self._buckets for array in bucket.arrays.values()] + errors
+    @property
+    def computing_seconds(self) -> float:
+        """Seconds that this thread has computed in exchanges of bits so far, steps of the states among it."""
+        return 0.0 if self._exchange is None else self._exchange.computing_seconds
+
+    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """The states' arrays and the errors, as "optimizer", and memory for messages, as "buckets"."""
+        arrays = [array for bucket in self._buckets for array in bucket.arrays.values()]
+        errors = [each for errors in self._errors.values() for each in errors.held_tensors()]
+        buffers = [] if self._exchange is None else self._exchange.message_buffers()
+        return {"optimizer": arrays + errors, "buckets": buffers}
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 

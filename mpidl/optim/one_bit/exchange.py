@@ -72,6 +72,11 @@ class Errors:
             found = [chunk.nonzero().flatten() for chunk in section[start:stop].split(CHUNK)]
             self._of_chunks.append({number * CHUNK: each for number, each in enumerate(found) if len(each)})
 
+    def held_tensors(self) -> list[torch.Tensor]:
+        """The errors, and the numbers of masked elements, which take 16 bytes for each of these."""
+        kept = [each for each in (self.values, self.masked) if each is not None]
+        return [*kept, *(each for piece in self._of_chunks or () for each in piece.values())]
+
     def counted(self, piece: int) -> int:
         """The elements of a piece that are not masked."""
         start, stop = self.layout.pieces[piece]
@@ -232,6 +237,15 @@ class OneBitExchange:
             if arrived is not None:
                 arrived(at, at + chunk.numel())
         reader.close()
+
+    @property
+    def computing_seconds(self) -> float:
+        """Seconds that the step's thread has computed in exchanges so far, without its waits."""
+        return self._pipeline.computing_seconds
+
+    def message_buffers(self) -> list[torch.Tensor]:
+        """Memory for what is sent and received, which the next exchanges use again; that in use is not counted."""
+        return self._sign.pool.held_tensors()
 
     # ---- states -----------------------------------------------------------------------------------------------------
 

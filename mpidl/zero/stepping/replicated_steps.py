@@ -120,8 +120,8 @@ class ReplicatedSteps(InnerOptimizer):
         self.optimizer.forget_errors()
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """The whole states, and the errors."""
-        return {"optimizer": self.optimizer.held_tensors()}
+        """The whole states and the errors, and memory for messages."""
+        return self.optimizer.held_tensors()
 
     def _is_loaded(self) -> bool:
         entries = ((self.state.get(part.values), self._shown.get(part.values)) for part in self._slices.values())

@@ -240,6 +240,46 @@ def test_counted_bytes_of_hybrid_sharding_agree_with_the_estimate(comm, stage: i
         assert found.buckets <= 1.02 * expected.buckets
 
 
+def sends_less(name: str, model: nn.Module, comm) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The engine and the optimizer of a name of the estimate, which sends from the first step on as in later ones."""
+    if name == "onebitadam":
+        optimizer = mpidl.optim.OneBitAdam(model.parameters(), freeze_step=1, process_group=comm)
+        wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
+        wrapped.register_comm_hook(optimizer, mpidl.optim.one_bit_hook)
+        return wrapped, optimizer
+    if name == "diloco":
+        return model, mpidl.optim.DiLoCo(torch.optim.AdamW(model.parameters()), 1, comm, compress="int8")
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() == 2]},
+        {"params": [p for p in model.parameters() if p.dim() != 2], "rule": "adamw"},
+    ]
+    optimizer = mpidl.optim.Dion(groups, process_group=comm)
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
+    wrapped.register_comm_hook(mpidl.optim.DionState(optimizer), mpidl.optim.dion_hook)
+    return wrapped, optimizer
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["onebitadam", "diloco", "dion"])
+def test_counted_bytes_of_optimizers_that_send_less_agree_with_the_estimate(comm, name: str) -> None:
+    model = GPT2(MEMORY_GPT2)
+    call, optimizer = sends_less(name, model, comm)
+    assert measure(call, optimizer).parameters == 4 * sum(p.numel() for p in model.parameters())
+    tokens = torch.randint(0, 256, (1, 32), generator=torch.Generator().manual_seed(comm.rank))
+    for _ in range(2):
+        call(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    found, compress = measure(call, optimizer), "int8" if name == "diloco" else None
+    expected = estimate(model, comm.size, comm.nodes, 0, optimizer=name, compress=compress).optimizer
+    masks = 0
+    if name == "onebitadam" and comm.size > 1:  # 16 bytes for each element that had no gradient in the first step
+        masks = 16 * sum(int((entry["exp_avg_sq"] == 0).sum()) for entry in optimizer.state.values())
+        assert masks > 0  # of tokens that no sequence has
+        assert found.buckets > 0  # memory for messages
+    assert found.optimizer == pytest.approx(expected + masks, rel=0.02)
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_frozen_and_tied_parameters_count_once(comm, stage: int) -> None:

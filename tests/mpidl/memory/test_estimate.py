@@ -68,6 +68,34 @@ def test_state_of_optimizers_that_send_one_bit_is_whole_on_every_rank(optimizer:
             estimate(1000, 8, optimizer=optimizer, **wrong)
 
 
+def test_state_of_diloco_is_that_of_adamw_and_the_outer_weights_with_their_momentum_in_fp32() -> None:
+    """AdamW's is of 16 bits for parameters of 16 bits without masters. Errors are there where it compresses."""
+    cases = [("fp32", True, 16), ("bf16", True, 20), ("bf16", False, 12)]
+    for dtype, masters, each in cases:
+        settings: dict[str, Any] = {"stage": 0, "dtype": dtype, "masters": masters, "optimizer": "diloco"}
+        assert estimate(1000, 8, **settings).optimizer == 1000 * each
+        found = estimate(1000, 8, compress="int8", **settings)
+        assert (found.optimizer, found.compression) == (1000 * (each + 4), 0)
+    assert estimate(1000, 8, 2, 1, shard_ranks=4, optimizer=mpidl.optim.DiLoCo).optimizer == 1000 * 16 / 4
+    wrong = {
+        "needs shard_ranks, those of a node, or stage 0": {"stage": 2},
+        "needs no offload": {"stage": 1, "shard_ranks": 4, "offload": "cpu"},
+        "compress: got 'powersgd:4' with diloco; needs one of bf16, int8, int4": {"stage": 0, "compress": "powersgd:4"},
+    }
+    for message, settings in wrong.items():
+        with pytest.raises(mpidl.ConfigurationError, match=message):
+            estimate(1000, 8, 2, optimizer="diloco", **settings)
+
+
+def test_state_of_dion_is_a_momentum_and_a_factor_of_matrices_and_adams_of_others() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 256, bias=False))
+    matrices, factors, others = 64 * 32 + 32 * 256, 64 * 8 + 32 * 8, 32
+    for dtype in ("fp32", "bf16"):
+        found = estimate(model, 1, stage=0, dtype=dtype, masters=False, optimizer="dion").optimizer
+        assert found == 4 * (matrices + factors) + 8 * others
+    assert estimate(1000, 4, stage=1, optimizer=mpidl.optim.Dion).optimizer == 1000 * 4 / 4
+
+
 def test_frozen_parameters_have_no_gradients_and_no_state() -> None:
     model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 5, bias=False).bfloat16(), nn.BatchNorm1d(3))
     model[0].requires_grad_(False)
