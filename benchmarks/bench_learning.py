@@ -39,6 +39,7 @@ import torch
 
 import mpidl
 from collectives import Communicator
+from mpidl.cli import check_writable
 from mpidl.data.corpora import read_corpus
 from mpidl.models.gpt2 import GPT2, GPT2Config
 from mpidl.optim import DiLoCo, OneBitAdam, PostLocalSGDState, one_bit_hook, post_local_sgd_hook
@@ -244,6 +245,9 @@ def checked(options: argparse.Namespace, comm: Communicator) -> tuple[str, list[
     """Reads the text and the points there are, and checks methods and windows. Raises UsageError."""
     if options.windows < 1 or options.windows % comm.size:
         raise mpidl.UsageError(f"--windows: got {options.windows}; needs a multiple of the {comm.size} ranks")
+    for option in ("seeds", "steps", "every", "validation"):
+        if (number := getattr(options, option)) < 1:
+            raise mpidl.UsageError(f"--{option}: got {number}; needs at least 1")
     for method in options.methods:
         name, feeds_back, first = parts_of(method)
         local = DILOCO.fullmatch(name) is not None
@@ -254,7 +258,10 @@ def checked(options: argparse.Namespace, comm: Communicator) -> tuple[str, list[
                 mpidl.Compression(name)
             except mpidl.ConfigurationError as error:
                 raise mpidl.UsageError(f"--methods: {error}") from None
-    text = read_corpus(options.data, comm)
+    text = read_corpus(options.data, comm)  # collective
+    if comm.rank == 0:
+        check_writable(options.json and options.json.with_suffix(".part"))
+        check_writable(options.plot)
     return text, kept(options, comm.size) if comm.rank == 0 else []
 
 

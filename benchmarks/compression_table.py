@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from collectives import Communicator
+from mpidl.cli import at_least
+from mpidl.errors import ConfigurationError
 from mpidl.gradients.buckets import MIB, assign
 from mpidl.gradients.compression import Compression, Exchange, Matrix, Section
 from mpidl.gradients.compression.pipeline import Pipeline
@@ -90,11 +92,20 @@ def arithmetic(method: str, repeats: int) -> list[float]:
     return times[2:]
 
 
+def compressor(text: str) -> str:
+    """An argparse type: the name of a compressor."""
+    try:
+        Compression(text).compressor()
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def main() -> None:
     """Reads the arguments and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--time", nargs="+", metavar="METHOD", help="time the arithmetic of these")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--time", nargs="+", metavar="METHOD", type=compressor, help="time the arithmetic of these")
+    parser.add_argument("--repeats", type=at_least(1), default=7)
     options = parser.parse_args()
     if not options.time:
         show_ratios()

@@ -211,6 +211,7 @@ def automatic(*allow: str) -> Callable[[GPT2, Communicator], Engine]:
 
 
 AHEAD, PERIOD = 3, 50
+FRAGMENTS, OVERLAP = 5, 4  # of DiLoCo: a fragment is reduced during 4 steps of every 10
 STARTS = 2  # steps before a method sends less
 CHOOSES = 2 * PASSES + 1  # steps until "auto" has chosen, and reduced once by its choice
 LOSSY = ("int8", "powersgd:4")  # what "auto-lossy" may choose besides bf16
@@ -235,6 +236,9 @@ METHODS: dict[str, Method] = {
     "post-local": Method(post_local, lambda s: s.all_reduced(s.total) / PERIOD, period=PERIOD),
     "diloco": Method(diloco(), lambda s: s.all_reduced(s.total) / PERIOD, period=PERIOD),
     "diloco-int8": Method(diloco(compress="int8"), lambda s: s.in_int8() / PERIOD, period=PERIOD),
+    "diloco-streaming": Method(
+        diloco(fragments=FRAGMENTS, overlap=OVERLAP), lambda s: s.all_reduced(s.total) / PERIOD, period=PERIOD
+    ),
     # By the formula of what it chooses where the network is what takes time.
     "auto": Method(automatic(), lambda s: s.all_reduced(s.total / 2), warmup=CHOOSES),
     "auto-lossy": Method(automatic(*LOSSY), lambda s: s.all_reduced(s.power_sgd(4)), warmup=CHOOSES),
@@ -255,7 +259,7 @@ def method_of(name: str) -> Method:
         return METHODS[name]
     engine, plus, compress = name.rpartition("+")
     stage = int(engine[-1]) if re.fullmatch("zero[123]", engine) else 0
-    is_known = compress.partition(":")[0] in (*mpidl.COMPRESSORS, "auto")
+    is_known = compress.partition(":")[0] in mpidl.COMPRESSORS
     if (plus and not stage and engine != BASE) or not is_known:
         raise UsageError(
             f"--methods: got {name!r}; needs any of {','.join(METHODS)}, a compressor, or ENGINE+compressor "
@@ -263,9 +267,6 @@ def method_of(name: str) -> Method:
         )
 
     def sends(shape: Shape) -> float:
-        from mpidl.gradients.compression.settings import compression
-
-        made = compression(compress).compressor()
         cap, first = (BUCKET_CAP_MB, None) if stage else (made.bucket_cap_mb, FIRST_BUCKET_MB * MIB)
         reduced = sum(
             made.sent_bytes(sum(size.numel() for size in sizes), shape.nodes, not stage, sizes)
@@ -274,10 +275,10 @@ def method_of(name: str) -> Method:
         gathered = (0, shape.total, shape.total, shape.zero3_gathers(2))[stage]
         return reduced + shape.all_reduced(gathered) / 2
 
-    made = None if compress == "auto" else _compressor(compress)
-    starts = None if made is None or made.arrays else STARTS  # one with arrays compresses from the first step on
+    made = _compressor(compress)
+    starts = None if made.arrays else STARTS  # one with arrays compresses from the first step on
     settings: dict[str, Any] = {"compress": mpidl.Compression(compress, start_step=starts)}
-    settings["optimizer"] = torch.optim.SGD if made is not None and made.momentum else Adam
+    settings["optimizer"] = torch.optim.SGD if made.momentum else Adam
     return Method(zero(stage, **settings) if stage else ddp(**settings), sends)
 
 

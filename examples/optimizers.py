@@ -66,6 +66,9 @@ def check_optimizer(options: argparse.Namespace, stage: int = 0, tp: int = 1) ->
     itself = name in ONE_BIT or (name in HOOKED and not stage)
     if itself and options.compress:
         raise UsageError(f"--compress {options.compress}: {asked} sends less by itself; leave it out")
+    compressor = None if options.compress in (None, "auto") else mpidl.Compression(options.compress).compressor()
+    if compressor is not None and compressor.momentum and getattr(options, "beta1", True):
+        raise UsageError(f"--compress {options.compress}: {asked} has momentum too; needs momentum=0 in the method")
     if itself and tp > 1:
         raise UsageError(f"--tp {tp}: {asked} needs ranks that hold the whole model; needs --tp 1")
     if name == "dion" and stage and options.offload:

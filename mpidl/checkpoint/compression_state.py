@@ -118,7 +118,7 @@ class KeptCompression:
         tensor: reads one by its name.
         factor: the loss scale here as a multiple of the saved one.
         """
-        if engine.compressed is None:
+        if engine.compressed is None or engine.compressed.chooses_none:
             return
         states = {
             name: {key: json_encoding.decode(value, tensor) for key, value in kept.items()}
@@ -138,11 +138,10 @@ def plan(engine: Engine, index: Index) -> KeptCompression:
         if here is not None:
             found.said.append("was saved without compress=: remainders begin at zero, and start_step counts from here")
         return found
-    if here is None:
+    if here is None or here.chooses_none:
         if about["remainders"] or about["states"]:
-            found.said.append(
-                f"holds what compress={about['method']!r} has not sent, which is dropped without compress="
-            )
+            why = "without compress=" if here is None else "as 'auto' chose none"
+            found.said.append(f"holds what compress={about['method']!r} has not sent, which is dropped {why}")
         return found
     found.method, found.steps, found.in_step = about["method"], about["steps"], about.get("in_step", False)
     if about["remainders"] and not here.feeds_back:

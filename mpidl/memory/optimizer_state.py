@@ -59,7 +59,7 @@ class StateBytes:
         """Bytes of state and master for each element of a parameter. shape: None where it is not known."""
         each = self.each if size >= self.least else _ADAM
         if self.factors and shape is not None:
-            each = 4 + 4 * _factor_elements(shape) / shape.numel() if len(shape) == 2 else _ADAM
+            each = 4 + 4 * _factor_elements(shape) / max(1, shape.numel()) if len(shape) == 2 else _ADAM
         if dtype.itemsize == 2 and self.masters:
             return 4 + each + self.wide
         return (each * dtype.itemsize / 4 if self.scales else each) + self.wide

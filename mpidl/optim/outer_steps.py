@@ -199,10 +199,15 @@ class OuterSteps:
 
     @torch.no_grad()
     def _begin(self, number: int) -> None:
-        """Starts to reduce how far this rank has gone since the last outer step of a fragment."""
+        """Starts to reduce how far this rank has gone since the last outer step of a fragment.
+
+        Weights of 16 bits began at theta_0 as rounded: what rounding took is no way that the rank has gone.
+        """
         first, last = self._cut[number]
         flat = self._theta[number].clone()
         for gone, own in zip(_views(flat, self._globals[number]), self._local()[first:last], strict=True):
+            if own.dtype != gone.dtype:
+                gone.copy_(gone.to(own.dtype))
             gone.sub_(own)
         self._in_flight = self._mean.begin(number, flat)
 

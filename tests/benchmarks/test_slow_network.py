@@ -16,12 +16,13 @@ from tests.harness.on_hosts import on_hosts
 SLOW = "benchmarks/bench_slow_network.py"
 METHODS = (
     "single;ddp;zero2;zero3;zero3-ahead;zero3-keep;zero3-int8;zero3-node;bf16;onebit;onebit-lamb;zero-one;dion;post-local;"
-    "diloco;diloco-int8;powersgd:4;powersgd:4,fp16;powersgd:4,batched;powersgd:4,alternating;zero2+powersgd:4;torch-ddp;"
-    "torch-powersgd;ddp+bf16;fp16;int8;zero2+int8;int4;sign;gradzip:4;topk:0.01;dgc:0.01;randomk:0.01;sketch:0.001"
+    "diloco;diloco-int8;diloco-streaming;torch-ddp;torch-powersgd;powersgd:4;powersgd:4,fp16;powersgd:4,batched;"
+    "powersgd:4,alternating;zero2+powersgd:4;ddp+bf16;fp16;int8;zero2+int8;int4;sign;gradzip:4;"
+    "topk:0.01;dgc:0.01;randomk:0.01;sketch:0.001"
 )
 WITHOUT_COMPRESSION = {  # in the thread that trains, or none that is counted
     *("single", "ddp", "zero2", "zero3", "zero3-ahead", "zero3-keep", "zero3-node", "bf16"),
-    *("dion", "post-local", "diloco", "diloco-int8", "torch-ddp", "torch-powersgd"),
+    *("dion", "post-local", "diloco", "diloco-int8", "diloco-streaming", "torch-ddp", "torch-powersgd"),
 }
 BETWEEN_NODES = "single;ddp;zero2;onebit;powersgd:4;ddp+bf16;int8;zero2+int8;topk:0.01"
 

@@ -159,6 +159,7 @@ REFUSED = {  # of --optimizer
         "--optimizer onebitlamb --zero 1 --compress int8": "--compress int8: --optimizer onebitlamb sends less by its",
         "--optimizer dion --zero 0 --compress int8": "--compress int8: --optimizer dion sends less by itself",
         "--optimizer diloco --zero 0 --compress int8": "--compress int8: --optimizer diloco sends less by itself",
+        "--zero 0 --compress dgc:0.01": "--compress dgc:0.01: --optimizer adamw has momentum too; needs momentum=0",
         "--optimizer dion --zero 0 --tp 2": "--tp 2: --optimizer dion needs ranks that hold the whole model",
         "--optimizer onebitadam --zero 1 --tp 2": "--tp 2: --optimizer onebitadam needs ranks that hold the whole",
         "--optimizer onebitadam --zero 1 --dtype bf16": "--dtype bf16: --optimizer onebitadam keeps no masters",

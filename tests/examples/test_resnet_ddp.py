@@ -292,6 +292,7 @@ def test_wrong_use_is_one_line_and_status_2_on_every_rank(folder: Path, tmp_path
         ("--optimizer", "adam"): "argument --optimizer: invalid choice: 'adam'",
         ("--optimizer", "dion"): "argument --optimizer: invalid choice: 'dion'",
         ("--optimizer", "onebitadam", "--compress", "int8"): "--optimizer onebitadam sends less by itself",
+        ("--compress", "dgc:0.01"): "--compress dgc:0.01: --optimizer sgd has momentum too; needs momentum=0",
         ("--outer-warmup", "5"): "--outer-every and --outer-warmup: need --optimizer diloco",
         ("--dtype", "fp64"): "argument --dtype: invalid choice: 'fp64'",
         ("--json", tmp_path): "cannot be written: Is a directory",

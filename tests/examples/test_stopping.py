@@ -81,7 +81,8 @@ def test_ctrl_c_ends_all_and_leaves_nothing(tmp_path: Path, launched: bool) -> N
     assert [path for path in segments if Path(path).exists()] == []
     assert set(os.listdir(tmp_path / "tmp")) <= before
     assert os.listdir(tmp_path / "shm") == []
-    assert [name for name in os.listdir(training.checkpoints) if not re.fullmatch(r"latest|step-\d+", name)] == []
+    left = os.listdir(training.checkpoints)  # a checkpoint whose removal was interrupted goes when the next job saves
+    assert [name for name in left if not re.fullmatch(r"latest|step-\d+(\.gone)?", name)] == []
     found, passed = newest(training.checkpoints)
     assert found is not None
     assert passed == []

@@ -64,16 +64,21 @@ def decide(plain: float, backward: float, figures: Sequence[Figure]) -> str:
 
 
 def part_of_bytes(
-    compressor: Compressor, elements: int, ranks: int, needs_all: bool, shapes: Sequence[torch.Size]
+    compressor: Compressor,
+    elements: int,
+    ranks: int,
+    needs_all: bool,
+    shapes: Sequence[torch.Size],
+    itemsize: int = 4,
 ) -> float:
-    """Bytes of a method by those of fp32.
+    """Bytes of a method by those of gradients in full precision.
 
     shapes: of the parameters.
     elements: of all; others as of `sent_bytes`.
+    itemsize: bytes of a gradient's element.
     """
-    return compressor.sent_bytes(elements, ranks, needs_all, shapes) / Uncompressed().sent_bytes(
-        elements, ranks, needs_all
-    )
+    plain = Uncompressed().sent_bytes(elements, ranks, needs_all) * itemsize / 4
+    return compressor.sent_bytes(elements, ranks, needs_all, shapes) / plain
 
 
 def now() -> float:
@@ -133,6 +138,7 @@ class AutoChoice:
     measured. The others are, as copies, sums and the interpreter are in no model of messages.
 
     candidates: a reduction for each method that may be chosen; none where nothing is to be decided.
+    dtype: of the gradients that are reduced; by default that of the parameters.
     shards, replicas: as of `CompressedReduction`; shards is None in DDP.
 
     chosen: name of the method, "none", or None while it is open.
@@ -148,6 +154,7 @@ class AutoChoice:
         shards: Communicator | None,
         replicas: Communicator | None,
         agree: Communicator,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.candidates, self._world, self._agree = dict(candidates), world, agree
         self.chosen: str | None = None if candidates else NONE
@@ -162,7 +169,7 @@ class AutoChoice:
         self._slowest = torch.zeros(2, dtype=torch.float64)
         self._agreed: Work | None = None
         if candidates:
-            self._measure(parameters, shards, replicas)
+            self._measure(parameters, shards, replicas, dtype)
 
     def before(self, bucket: GradBucket) -> bool:
         """Notes the launch of a bucket; returns whether a trial begins or the choice is made just now."""
@@ -218,6 +225,7 @@ class AutoChoice:
         parameters: Sequence[torch.nn.Parameter],
         shards: Communicator | None,
         replicas: Communicator | None,
+        dtype: torch.dtype | None,
     ) -> None:
         """Times the plain reduction and each method. Collective."""
         total = sum(p.numel() for p in parameters)
@@ -225,12 +233,14 @@ class AutoChoice:
         own = self._world if replicas is None or shards is None else shards
         elements = rounded_up(sum(p.numel() for p in some), 64 * own.size)
         device = some[0].device if not some[0].is_meta else torch.device("cpu")
-        values = torch.randn(elements, generator=torch.Generator().manual_seed(0)).to(device)
+        dtype = some[0].dtype if dtype is None else dtype
+        values = torch.randn(elements, generator=torch.Generator().manual_seed(0)).to(device, dtype)
         flats = [values.clone() for _ in range(_BUCKETS)]
         sizes, used = [p.numel() for p in some], sum(p.numel() for p in some)
         # Each bucket has parameters of its own, of the right shapes and without memory.
         parameters_of = [
-            [torch.nn.Parameter(torch.zeros((), device=device).expand(p.shape)) for p in some] for _ in range(_BUCKETS)
+            [torch.nn.Parameter(torch.zeros((), device=device, dtype=dtype).expand(p.shape)) for p in some]
+            for _ in range(_BUCKETS)
         ]
         scale = total / (_BUCKETS * used)
         size = elements // own.size
@@ -274,7 +284,8 @@ class AutoChoice:
         self.plain, _ = timed(lambda bucket: plain(bucket.buffer()))
         needs_all, shapes = shards is None or replicas is not None, [p.shape for p in parameters]
         for name, reduction in self.candidates.items():
-            if part_of_bytes(reduction.compressor, total, reduction.peers, needs_all, shapes) >= _GAIN:
+            part = part_of_bytes(reduction.compressor, total, reduction.peers, needs_all, shapes, dtype.itemsize)
+            if part >= _GAIN:
                 self.left_out.append(name)
                 continue
             self.figures.append(Figure(name, *timed(lambda bucket, reduction=reduction: reduction(None, bucket))))  # type: ignore[misc]

@@ -44,6 +44,7 @@ class CompressedReduction:
     names: of the parameters, for `state_dict`.
     shards, replicas: under hybrid sharding, the ranks with the shards of a bucket, and those with this rank's shard;
         compression is then over the replicas.
+    dtype: of the gradients that are reduced, for "auto"; by default that of the parameters.
 
     steps: number of reduced passes.
     choice: the measurements and the choice of "auto"; None without.
@@ -58,6 +59,7 @@ class CompressedReduction:
         names: Mapping[torch.nn.Parameter, str],
         shards: Communicator | None = None,
         replicas: Communicator | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.settings, self.steps = settings, 0
         self._names, self._world = dict(names), world
@@ -76,9 +78,9 @@ class CompressedReduction:
         self._candidates: dict[str, CompressedReduction] = {}
         note(self, names)
         if settings.is_auto:
-            self._measure(shards, replicas)
+            self._measure(shards, replicas, dtype)
 
-    def _measure(self, shards: Communicator | None, replicas: Communicator | None) -> None:
+    def _measure(self, shards: Communicator | None, replicas: Communicator | None, dtype: torch.dtype | None) -> None:
         """Makes and measures the methods from which "auto" chooses. Collective."""
         trained = [p for p in self._names if p.requires_grad]
         if trained and self._method.ranks.is_over_network:
@@ -89,7 +91,7 @@ class CompressedReduction:
         weakref.finalize(self, agree.give_back).atexit = False
         from .auto import AutoChoice
 
-        self.choice = AutoChoice(self._candidates, self._world, trained, shards, replicas, agree.comm)
+        self.choice = AutoChoice(self._candidates, self._world, trained, shards, replicas, agree.comm, dtype)
         if self.choice.chosen is not None and self._world.rank == 0:
             print(self.choice.told(), flush=True)
 
@@ -179,6 +181,7 @@ class CompressedReduction:
 
     def _use(self, method: Method) -> None:
         self._method = self._sections.method = method
+        self._former_states = {}  # of the compressor before, as in a step of several passes
 
     def drain(self) -> None:
         """Completes the reductions under way, as before a checkpoint. Every rank has begun the same ones."""

@@ -256,8 +256,9 @@ def _check(
             check_everywhere(world, lambda: refuse_mesh(reduced, mesh))
         trained = {p: name for p, name in names.items() if p.requires_grad}
         check_everywhere(world, lambda: refuse_complex(trained))
+        dtype = conversion.precision.reduce_dtype or conversion.precision.param_dtype
         compressed = check_everywhere(
-            world, lambda: CompressedReduction(reduced, world, names, group.shards, group.replicas)
+            world, lambda: CompressedReduction(reduced, world, names, group.shards, group.replicas, dtype)
         )
     units = check_everywhere(world, lambda: cut(model, options.units))
     check_settings_agree(world, "units", {"names": [unit.name for unit in units]})

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from collectives.backends.tables import default_tables, library
 from collectives.process import cores
 
 HEAD = """
@@ -92,11 +93,13 @@ def test_ranks_in_operations_of_one_kind_that_do_not_fit_are_named(job: Callable
 
 @pytest.mark.thorough
 def test_sizes_on_two_sides_of_a_limit_of_auto_are_named(job: Callable) -> None:
-    status, text, _ = job("comm.reduce(np.ones(16_384 + rank, np.float32))", 2, MPIDL_TIMEOUT="1.5")
+    (limit, _), *_ = default_tables(library(), nodes=1, local_size=2, crowded=False)["reduce"]
+    size = int(limit) // 4
+    status, text, _ = job(f"comm.reduce(np.ones({size} + rank, np.float32))", 2, MPIDL_TIMEOUT="1.5")
     assert status != 0
     assert (
-        "different operations: reduce sum of 16384 float32 root 0 by mpi on rank 0, reduce sum of 16385 float32 root 0 "
-        "by symmetric on rank 1;" in text
+        f"different operations: reduce sum of {size} float32 root 0 by mpi on rank 0, reduce sum of {size + 1} float32 "
+        "root 0 by symmetric on rank 1;" in text
     ), text
 
 

@@ -121,6 +121,10 @@ def test_what_is_reset_is_said(comm, shared: Path) -> None:
         assert torch.equal(compressed(other).state_dict()["remainders"][name], mean)
     off = Run("stage 2", comm, compress=Compression("int4", error_feedback=False))
     check(said(off, "int4"), None if none_kept else "holds remainders of int4, which are dropped")
+    if comm.nodes == 1:
+        chooses_none = Run("stage 2", comm, compress="auto")
+        check(said(chooses_none, "int4"), None if none_kept else "has not sent, which is dropped as 'auto' chose none")
+        assert compressed(chooses_none).state_dict()["remainders"] == {}
 
 
 def test_velocities_go_to_other_engines_and_numbers_of_ranks(comm, shared: Path) -> None:

@@ -290,7 +290,7 @@ def test_of_two_interrupts_that_python_notices_at_once_neither_ends_a_program_th
     done = job(
         1,
         "import hashlib, signal, threading\n"
-        "for after in (0.03, 0.05):\n"
+        "for after in (0.3, 0.4):\n"
         "    threading.Timer(after, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
         "try:\n"
         "    hashlib.pbkdf2_hmac('sha256', b'', b'', 3_000_000)\n"  # a second or two in which Python notices nothing

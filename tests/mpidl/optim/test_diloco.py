@@ -326,6 +326,20 @@ def test_a_checkpoint_keeps_theta_and_each_rank_s_own_weights(comm, tmp_path: Pa
 # ---- what is refused --------------------------------------------------------------------------------------
 
 
+def test_outer_weights_go_on_by_less_than_weights_of_16_bits_can_show(comm) -> None:
+    """One rank goes by the least that bf16 has between 1 and 2, in each period; the outer step is a quarter of it."""
+    least, periods = 2.0**-7, 12
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    plain = {"lr": 0.25, "momentum": 0.0}
+    optimizer = DiLoCo(torch.optim.SGD([weight], lr=1.0), 1, comm, outer_class=torch.optim.SGD, outer_settings=plain)
+    for _ in range(periods):
+        weight.grad = torch.full_like(weight, -least if comm.rank == 0 else 0.0)
+        optimizer.step()
+    (outer,) = optimizer.averager.global_parameters()
+    assert outer.double().sub(1.0 + periods * 0.25 * least / comm.size).abs().max() < 1e-6
+    assert torch.equal(weight, outer.bfloat16())
+
+
 def test_weights_that_are_not_finite_leave_no_trace(comm) -> None:
     for compress in (None, "bf16", "int8"):
         own = parameters(torch.float32)

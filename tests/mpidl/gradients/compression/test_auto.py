@@ -122,6 +122,28 @@ def test_methods_of_every_kind_are_measured_but_those_of_too_many_bytes(
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("engine", ["ddp", "stage 2"])
+def test_gradients_of_16_bits_are_measured_as_such(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """By bf16 they would take as many bytes as without it."""
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(comm, "nodes", 2)
+        how = Compression("auto", where="everywhere", allow=("int8",))
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        if engine == "ddp":
+            made: Any = mpidl.DistributedDataParallel(model.bfloat16(), process_group=comm, compress=how)
+        else:
+            precision = mpidl.Precision(param_dtype=torch.bfloat16)
+            settings: dict[str, Any] = {"stage": 2, "precision": precision, "lr": 0.1}
+            made = mpidl.ZeroOptimizer(model, torch.optim.SGD, compress=how, process_group=comm, **settings)
+        choice = made.compressed.choice
+    if comm.size > 1:
+        assert [figure.method for figure in choice.figures] == ["int8"]
+        assert choice.left_out == ["bf16"]
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("start_step", [0, PASSES + 1])
 @pytest.mark.parametrize("pays", [True, False])
 def test_what_figures_call_for_is_tried_and_kept_if_steps_become_shorter(
