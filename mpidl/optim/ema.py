@@ -76,7 +76,7 @@ class EMA:
         taken as they are. Without it a model keeps its buffers when its weights are replaced.
 
     Where ranks step by themselves for a while, each would average its own weights: update when all have the same ones
-    (`is_synchronised` of ZeroOneAdam and of PeriodicAverager).
+    (`is_synchronised` of ZeroOneAdam, of PeriodicAverager and of DiLoCo's `averager`).
 
     The first update copies the weights; until then the average is the weights with which the EMA was made. Frozen
     parameters have no average; unfrozen ones take part from the next update on. The arguments must be the same on

@@ -184,6 +184,12 @@ class OuterSteps:
                     merged = True
         return merged
 
+    @property
+    def is_synchronised(self) -> bool:
+        """Whether all ranks have the same weights now: before local steps, and after an outer step of all of them."""
+        local = self.steps - self.warmup_steps
+        return local <= 0 or (self.fragments == 1 and not self.mixing and local % self.period == 0)
+
     def _merge_at(self, number: int, step: int) -> bool:
         return step % self.period == self.period * (number + 1) // self.fragments % self.period
 

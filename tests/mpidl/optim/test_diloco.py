@@ -340,6 +340,21 @@ def test_outer_weights_go_on_by_less_than_weights_of_16_bits_can_show(comm) -> N
     assert torch.equal(weight, outer.bfloat16())
 
 
+@pytest.mark.parametrize(("fragments", "overlap", "mixing"), [(1, 0, 0.0), (1, 2, 0.0), (2, 0, 0.0), (1, 0, 0.5)])
+def test_it_tells_when_all_ranks_have_the_same_weights(comm, fragments: int, overlap: int, mixing: float) -> None:
+    own, told = parameters(), []
+    settings: dict[str, Any] = {"fragments": fragments, "overlap": overlap, "mixing": mixing}
+    optimizer = DiLoCo(torch.optim.SGD(own, lr=0.1), 4, comm, **settings)
+    assert optimizer.averager.is_synchronised
+    for step in range(9):
+        steps(own, optimizer, comm.rank, step, step + 1)
+        told.append(optimizer.averager.is_synchronised)
+        if comm.size > 1:
+            assert told[-1] == all(equal_on_all(comm, p) for p in own)
+    expected = [step + 1 for step, same in enumerate(told) if same]
+    assert expected == ([4, 8] if fragments == 1 and not mixing else [])
+
+
 def test_weights_that_are_not_finite_leave_no_trace(comm) -> None:
     for compress in (None, "bf16", "int8"):
         own = parameters(torch.float32)
