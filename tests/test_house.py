@@ -313,7 +313,7 @@ FORBIDDEN = "somebody, nobody, whoever, let go, is through, apart, alike, beside
 _FORBIDDEN = re.compile(rf"\b(?:{FORBIDDEN.replace(', ', '|')})\b".replace(" ", r"\s+(?:#\s+)?"), re.IGNORECASE)
 _BEGINNING = re.compile(r"(?:What|Whether|Of|As|See|The same)\b")
 
-# By the begin of a path, what may stand there all the same.
+# By the start of a path, what may stand there all the same.
 KEPT = {
     "mpidl/checkpoint/": r"""["']apart["']""",  # a key in the format of checkpoints
     "docs/checkpoint.md": "`apart`",  # its row in the table of the format

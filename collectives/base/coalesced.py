@@ -86,7 +86,7 @@ def _refuse_shared_memory(operation: str, written: Sequence[Buffer], read: Seque
     pairs = [(one, other) for (_, stop, one), (start, _, other) in pairwise(spans) if start < stop]
     for number, data in enumerate(read):
         first, end = data.span()
-        after = bisect_right(spans, first, key=itemgetter(1))  # the first that ends behind the begin of this one
+        after = bisect_right(spans, first, key=itemgetter(1))  # the first that ends behind the start of this one
         reached = (other for start, _, other in spans[after : after + 2] if start < end and other != number)
         pairs += [(number, other) for other in reached if data.size]
     if pairs:

@@ -1,6 +1,6 @@
 """Join hook of a DistributedDataParallel: the collectives of a rank that has no batches left.
 
-    the others      begin of backward   buckets ...          end of backward
+    the others      start of backward   buckets ...          end of backward
     this rank       zeros for all buckets at once            takes part in what the ranks agree on at the end
 
 Between the two it takes part in further turns (`uneven_inputs`), as one wrapper's pass may lie inside another's.
@@ -43,7 +43,7 @@ class WrapperJoinHook(JoinHook):
         self._reducer.join.joining = self
 
     def main_hook(self) -> None:
-        """The begin of a backward pass, and its end, in turn."""
+        """The start of a backward pass, and its end, in turn."""
         if self._reducer.join.is_shadow:
             self._reducer.end_shadow_pass()
         else:

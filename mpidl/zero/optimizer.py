@@ -310,7 +310,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         from_rank: the changes of this rank alone count, and go to all.
 
         A block may be inside another; a writable one begins with what the outer ones have made by then, which the ranks
-        agree on as at their end. Raises TrainingError on every rank at the end of the block, or the begin of an inner
+        agree on as at their end. Raises TrainingError on every rank at the end of the block, or the start of an inner
         one, for parameters that the ranks have changed otherwise than one another.
         """
         return states.gathered(self._parts, module, writable, from_rank)

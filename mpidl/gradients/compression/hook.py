@@ -71,7 +71,7 @@ class CompressedReduction:
         self._start_step = compressor.start_step if settings.start_step is None else settings.start_step
         self._pipeline, self._window = Pipeline(), Window(settings.undo)
         self._sections = Sections(self._method, world, self._window, self._pipeline.drain)
-        self._former_steps, self._former_states = 0, _copied(compressor)  # of the begin of the window
+        self._former_steps, self._former_states = 0, _copied(compressor)  # of the start of the window
         self._begins_step = True
         self._missed: set[torch.nn.Parameter] = set()  # parameters that this rank's pass does not reach, in DDP
         self.choice: AutoChoice | None = None

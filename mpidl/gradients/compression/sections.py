@@ -43,7 +43,7 @@ class Sections:
         self._world, self._window, self._drain = world, window, drain
         self._sections: dict[Key, BucketSection] = {}
         self._means: dict[torch.nn.Parameter, torch.Tensor] = {}  # mean remainders without a section
-        self._former_means: dict[torch.nn.Parameter, torch.Tensor] = {}  # likewise, of the begin of the window
+        self._former_means: dict[torch.nn.Parameter, torch.Tensor] = {}  # likewise, of the start of the window
         self._kept_means: dict[torch.nn.Parameter, torch.Tensor] = {}  # likewise, for `put_back`
 
     def of(self, bucket: GradBucket) -> BucketSection:

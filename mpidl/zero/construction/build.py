@@ -98,7 +98,7 @@ def build(
 ) -> Parts:
     """Changes `model` in place and returns the parts that train it for `owner`. Collective.
 
-    before_backward_steps: called at the begin of each pass that makes steps; must not keep `owner`.
+    before_backward_steps: called at the start of each pass that makes steps; must not keep `owner`.
 
     Raises ConfigurationError and ModelMismatch on every rank, and changes nothing, for arguments that cannot work.
     """

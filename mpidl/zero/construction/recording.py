@@ -202,7 +202,7 @@ class Recording(TorchDispatchMode):
         return frozenset(place.storage for t in tensors if (place := self.view(t)) is not None)
 
     def _position(self, generator: torch.Generator) -> Start:
-        """The begin of a random operation's numbers: after which other one, or the state from which on."""
+        """The start of a random operation's numbers: after which other one, or the state from which on."""
         if generator.device.type != "cpu":
             raise ConfigurationError(f"deferred_init: a generator on {generator.device}; ZeRO's parameters are on CPUs")
         state = generator.get_state()

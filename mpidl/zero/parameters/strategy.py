@@ -76,7 +76,7 @@ class ParameterStrategy(Protocol):
     def step_problem(self) -> str | None:
         """Tells why no gradient can be used and no step taken now on this rank; None if nothing forbids it.
 
-        Called before a step, and at the begin of a backward pass that makes steps.
+        Called before a step, and at the start of a backward pass that makes steps.
         """
         return None
 

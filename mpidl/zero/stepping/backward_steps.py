@@ -32,7 +32,7 @@ class BackwardSteps:
 
     partial: steps on some slices at a time.
     shards: by the buckets' numbers; more may come.
-    agree: called at the begin of a pass, raises TrainingError on every rank where one of them cannot step.
+    agree: called at the start of a pass, raises TrainingError on every rank where one of them cannot step.
     """
 
     def __init__(
