@@ -58,7 +58,7 @@ class DiLoCo(PostLocalSGDOptimizer):
     At construction all ranks get rank 0's weights. The arguments must be the same on every rank, and the parameters of
     the same shapes, on which groups are fixed. Every rank must make the same steps. After an outer step with mixing 0
     the fragment's weights are bitwise equal on all ranks; theta_0 always is. Buffers, such as running statistics,
-    and the inner state are each rank's own. Weights must change by steps alone until the next outer step; theta_0 takes
+    are each rank's own, but in a DistributedDataParallel over all ranks outside of no_sync(); so is the inner state. Weights must change by steps alone until the next outer step; theta_0 takes
     the memory of the parameters once more, in fp32 for 16-bit ones, and SGD's momentum as much.
 
     Raises ConfigurationError on every rank for arguments that cannot work, and TrainingError, on every rank, for a
