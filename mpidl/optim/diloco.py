@@ -57,9 +57,10 @@ class DiLoCo(PostLocalSGDOptimizer):
 
     At construction all ranks get rank 0's weights. The arguments must be the same on every rank, and the parameters of
     the same shapes, on which groups are fixed. Every rank must make the same steps. After an outer step with mixing 0
-    the fragment's weights are bitwise equal on all ranks; theta_0 always is. Buffers, such as running statistics,
-    are each rank's own, but in a DistributedDataParallel over all ranks outside of no_sync(); so is the inner state. Weights must change by steps alone until the next outer step; theta_0 takes
-    the memory of the parameters once more, in fp32 for 16-bit ones, and SGD's momentum as much.
+    the fragment's weights are bitwise equal on all ranks; theta_0 always is. The inner state is each rank's own, and so
+    are buffers, such as running statistics, but in a DistributedDataParallel over all ranks outside of no_sync().
+    Weights must change by steps alone until the next outer step; theta_0 takes the memory of the parameters once more,
+    in fp32 for 16-bit ones, and SGD's momentum as much.
 
     Raises ConfigurationError on every rank for arguments that cannot work, and TrainingError, on every rank, for a
     pseudo-gradient that is not finite, before theta_0 and the outer state are changed, and for weights that differ
