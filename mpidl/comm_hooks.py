@@ -10,6 +10,8 @@ A hook is called as `hook(state, bucket)`, on every rank for the same buckets in
 filled. It starts the communication and returns a handle with `wait()`: `wait()` returns the bucket's reduced gradient,
 or None if the bucket itself holds it. A `collectives.Work` is such a handle, and `bucket.reduce(values)` starts the
 reduction that the engine needs, of values that a hook has made of the gradients.
+
+A state with `needs_every_rank = True`, as that of optimizers whose steps are collective, is refused in a `join`.
 """
 
 from __future__ import annotations
@@ -89,6 +91,19 @@ class GradBucket:
         """
         group = data_group("communication hook", process_group, needed="the wrapper's process_group as its state")
         return self._duplicates.get(group, group)
+
+    def refuse_other_ranks(self, what: str, process_group: Communicator | None) -> None:
+        """Raises ConfigurationError unless the wrapper averages over the ranks of this group, in its order.
+
+        what: whose group it is, for the message.
+        """
+        ranks = data_group(what, process_group, needed="process_group=").world_ranks
+        for own in self._duplicates:
+            if own.world_ranks != ranks:
+                raise ConfigurationError(
+                    f"{what}: its process_group has ranks {_ranks(ranks)} of the world, the wrapper's has "
+                    f"{_ranks(own.world_ranks)}; needs the wrapper's"
+                )
 
     def needed(self) -> slice:
         """The elements of `buffer()` whose mean this rank needs: all of them in DDP, those of its shard in ZeRO."""
@@ -195,6 +210,11 @@ def _is_handle(kind: type, annotation: Any) -> bool:
 
 def _is_result(kind: type, _: Any) -> bool:
     return issubclass(kind, torch.Tensor | list)
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return f"{shown} ..." if len(numbers) > 8 else shown
 
 
 def _shown(annotation: Any) -> str:

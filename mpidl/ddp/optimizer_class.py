@@ -74,6 +74,12 @@ def _check_class(optimizer: torch.optim.Optimizer) -> None:
     for base in type(optimizer).__mro__:
         if base.__name__ in _REFUSED:
             raise ConfigurationError(f"step_in_backward: {name} cannot step on a bucket: {_REFUSED[base.__name__]}")
+    is_dion = any(base.__name__ == "Dion" for base in type(optimizer).__mro__)
+    if is_dion and getattr(optimizer, "process_group", None) is not None:
+        raise ConfigurationError(
+            f"step_in_backward: {name} with process_group= averages factors of all matrices at once; step after the "
+            "pass"
+        )
     if any(trainer_of(p) is not None for group in optimizer.param_groups for p in group["params"]):
         raise ConfigurationError("step_in_backward: a ZeroOptimizer trains the module; it has step_in_backward=True")
     mesh = getattr(optimizer, "mesh", None)  # of LARS and LAMB

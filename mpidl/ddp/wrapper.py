@@ -396,6 +396,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 "join: got a wrapper with step_in_backward, whose buckets the ranks reduce one by one, and a rank "
                 "without batches only all at once; needs passes without step_in_backward"
             )
+        if self._hook is not None and getattr(self._hook[0], "needs_every_rank", False):
+            name = type(self._hook[0]).__name__
+            raise ConfigurationConflict(
+                f"join: got a hook with {name}, which needs all ranks in every step; give every rank as many batches"
+            )
         if self._reducer is None:
             self._set_up()
         assert self._reducer is not None

@@ -17,6 +17,7 @@ Orthonormalized Updates", algorithm 1 and its distributed form.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -27,8 +28,10 @@ from collectives import Communicator
 
 from ..comm_hooks import GradBucket, Handle, allreduce, average_some, completed
 from ..errors import ConfigurationError, TrainingError
+from ..job.agreement import check_everywhere
 from ..mesh import placement
 from ..optimizer_trial import StepNeeds
+from ..replicas.start_check import check_settings_agree
 from ..setting_checks import require, require_betas, require_not_negative
 from .elementwise_state import restore_wide
 
@@ -48,8 +51,9 @@ class Dion(torch.optim.Optimizer):
     rank_fraction: r by the smaller side of a matrix, above 0, at most 1.
     betas, eps: of AdamW.
     weight_decay: decoupled, in both.
-    process_group: where gradients of matrices are each rank's own, as by `dion_hook`: the ranks. A step is collective
-        then. None: gradients are reduced, or there is one process.
+    process_group: where gradients of matrices are each rank's own, as by `dion_hook`: the ranks. Construction and steps
+        are collective then; settings or shapes that differ are ModelMismatch on every rank. None: gradients are
+        reduced, or there is one process.
 
     The state of a matrix is `momentum`, of its shape, and `q`, [columns, r]; that of others is AdamW's. With a process
     group momenta are each rank's own, and their mean is what counts: `average_momenta` comes before `state_dict`.
@@ -79,9 +83,14 @@ class Dion(torch.optim.Optimizer):
         fits = process_group is None or isinstance(process_group, Communicator)
         require("process_group", process_group, fits, "None or a Communicator")
         self.process_group = process_group
-        self._has_own_momenta = False
+        self._has_own_momenta = self._is_compared = False
         settings = {"lr": lr, "mu": mu, "rank_fraction": rank_fraction, "betas": betas, "eps": eps}
-        super().__init__(params, {**settings, "weight_decay": weight_decay, "rule": rule})
+        defaults = {**settings, "weight_decay": weight_decay, "rule": rule}
+        if process_group is None:
+            super().__init__(params, defaults)
+        else:
+            check_everywhere(process_group, partial(super().__init__, params, defaults))
+            self._compare(process_group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group after a check of its settings; settings that it lacks are the optimizer's."""
@@ -94,6 +103,7 @@ class Dion(torch.optim.Optimizer):
         require_betas(betas)
         require("rule", settings["rule"], settings["rule"] in ("dion", "adamw"), "'dion' or 'adamw'")
         super().add_param_group(param_group)
+        self._is_compared = False
         for p in self.param_groups[-1]["params"]:
             shape = tuple(p.shape)
             require("params", p.dtype, p.dtype.is_floating_point, "floating-point tensors")
@@ -120,6 +130,8 @@ class Dion(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.process_group is not None and not self._is_compared:
+            self._compare(self.process_group)
         work, others, is_sparse = [], [], False
         for group in self.param_groups:
             for p in group["params"]:
@@ -138,6 +150,16 @@ class Dion(torch.optim.Optimizer):
             self._adamw(p, gradient, group)
         self._dion([pair for pair, any_rank in zip(work, reached, strict=True) if any_rank])
         return loss
+
+    def _compare(self, comm: Communicator) -> None:
+        """Compares the ranks' settings, by which they send and step. Raises ModelMismatch on every rank."""
+        settings: dict[str, Any] = {}
+        for number, group in enumerate(self.param_groups):
+            told = {name: group[name] for name in ("rule", "rank_fraction", "mu", "betas", "eps")}
+            told["shapes"] = [(tuple(p.shape), p.dtype) for p in group["params"]]
+            settings |= {f"{name} of group {number}": value for name, value in told.items()}
+        check_settings_agree(comm, "Dion", settings)
+        self._is_compared = True
 
     def _reached_anywhere(
         self, comm: Communicator, reached: list[bool], is_sparse: bool, others: Sequence[torch.Tensor]
@@ -247,12 +269,14 @@ class Dion(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Loads what `state_dict` gave, on every rank the same."""
         super().load_state_dict(dict(state_dict))
-        self._has_own_momenta = False
+        self._has_own_momenta = self._is_compared = False
         restore_wide(self, state_dict, ("momentum", "q", "exp_avg", "exp_avg_sq"))
 
 
 class DionState:
     """State of `dion_hook`. optimizer: a Dion whose process group is the wrapper's."""
+
+    needs_every_rank = True
 
     def __init__(self, optimizer: Dion) -> None:
         fits = isinstance(optimizer, Dion) and optimizer.process_group is not None
@@ -272,6 +296,7 @@ class DionState:
 def dion_hook(state: DionState, bucket: GradBucket) -> Handle:
     """DDP's communication hook: averages gradients, except those of Dion's matrices, which stay each rank's own."""
     optimizer = state.optimizer
+    bucket.refuse_other_ranks("Dion", optimizer.process_group)
     matrices = optimizer.matrices()
     others = [g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True) if p not in matrices]
     if len(others) == len(bucket.gradients()):

@@ -186,7 +186,7 @@ class OuterSteps:
 
     @property
     def is_synchronised(self) -> bool:
-        """Whether all ranks have the same weights now: before local steps, and after an outer step of all of them."""
+        """True if all ranks have the same weights now: before local steps, and after an outer step of all of them."""
         local = self.steps - self.warmup_steps
         return local <= 0 or (self.fragments == 1 and not self.mixing and local % self.period == 0)
 

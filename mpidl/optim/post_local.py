@@ -24,7 +24,9 @@ from collectives import Communicator
 
 from ..comm_hooks import GradBucket, Handle, allreduce, completed
 from ..errors import ConfigurationError
+from ..job.agreement import check_everywhere
 from ..mesh.groups import data_group
+from ..replicas.start_check import check_settings_agree
 from ..setting_checks import integer, require
 
 _AVERAGER = "averager"
@@ -36,6 +38,8 @@ class Averager(Protocol):
 
     warmup_steps: how many first ones there are, in which gradients are averaged.
     steps: how many `step` has counted.
+
+    Its construction raises ModelMismatch on every rank where the ranks' settings or shapes differ.
     """
 
     warmup_steps: int
@@ -54,6 +58,9 @@ class Averager(Protocol):
 class PeriodicAverager:
     """Averages parameters over the ranks every `period` steps, after the first `warmup_steps`.
 
+    Construction is collective. It raises on every rank ConfigurationError if an argument is wrong on any, ModelMismatch
+    where the ranks' arguments differ; so does the first step after a load where the numbers of steps differ.
+
     parameters: floating-point tensors, of the same number, shapes and dtypes on every rank.
     process_group: the Communicator; by default the world.
     period: steps from one averaging to the next, at least 1.
@@ -69,14 +76,18 @@ class PeriodicAverager:
         period: int = 4,
         warmup_steps: int = 0,
     ) -> None:
+        self.process_group = data_group("PeriodicAverager", process_group, needed=_GROUP)
         self._parameters = list(dict.fromkeys(parameters))
+        counts = check_everywhere(self.process_group, lambda: self._checked(period, warmup_steps))
+        self.period, self.warmup_steps = counts
+        self.steps, self._is_compared = 0, False
+        self._compare()  # here, as ranks with other warmup_steps would wait for each other in a backward pass
+
+    def _checked(self, period: int, warmup_steps: int) -> tuple[int, int]:
         require("parameters", self._parameters, bool(self._parameters), "at least one tensor")
         for p in self._parameters:
             require("parameters", p.dtype, p.dtype.is_floating_point, "floating-point tensors")
-        self.period = integer("period", period, 1)
-        self.warmup_steps = integer("warmup_steps", warmup_steps, 0)
-        self.process_group = data_group("PeriodicAverager", process_group, needed=_GROUP)
-        self.steps = 0
+        return integer("period", period, 1), integer("warmup_steps", warmup_steps, 0)
 
     @property
     def is_synchronised(self) -> bool:
@@ -87,9 +98,18 @@ class PeriodicAverager:
         local = self.steps - self.warmup_steps
         return local > 0 and local % self.period == 0
 
+    def _compare(self) -> None:
+        """Compares the ranks' settings, once and after a load."""
+        if not self._is_compared:
+            settings: dict[str, Any] = {"period": self.period, "warmup_steps": self.warmup_steps, "steps": self.steps}
+            settings["parameters"] = [(tuple(p.shape), p.dtype) for p in self._parameters]
+            check_settings_agree(self.process_group, "PeriodicAverager", settings)
+            self._is_compared = True
+
     @torch.no_grad()
     def average_parameters(self) -> None:
         """Replaces every parameter by its mean over the ranks, bitwise equal on all of them. Collective."""
+        self._compare()
         whole = [p.detach() for p in self._parameters]
         flat = [p if p.is_contiguous() else p.contiguous() for p in whole]
         self.process_group.all_reduce(flat, "avg")
@@ -99,6 +119,7 @@ class PeriodicAverager:
 
     def step(self) -> bool:
         """Counts a step of the optimizer, and at every `period`-th one averages. Returns True if it did. Collective."""
+        self._compare()
         self.steps += 1
         due = self._is_due()
         if due:
@@ -110,8 +131,8 @@ class PeriodicAverager:
         return {"steps": self.steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Sets the number of steps."""
-        self.steps = integer("steps", state_dict.get("steps"), 0)
+        """Sets the number of steps, on every rank the same, which the next step compares."""
+        self.steps, self._is_compared = integer("steps", state_dict.get("steps"), 0), False
 
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
@@ -126,6 +147,11 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
             raise ConfigurationError(f"optimizer: got {type(optimizer).__name__}; needs a torch.optim.Optimizer")
         if not hasattr(averager, "step"):
             raise ConfigurationError(f"averager: got {type(averager).__name__}; needs a PeriodicAverager")
+        if isinstance(averager, PeriodicAverager) and hasattr(optimizer, "owned_weights"):
+            raise ConfigurationError(
+                "optimizer: got a ZeroOptimizer, whose weights lie in slices; needs one of torch.optim, or "
+                "mpidl.optim.DiLoCo over a ZeroOptimizer of a node"
+            )
         self.optimizer, self.averager = optimizer, averager
         self._building = True
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
@@ -181,6 +207,8 @@ class PostLocalSGDState:
 
     Raises ConfigurationError for neither of start_step and averager, and for a start_step that is not the averager's.
     """
+
+    needs_every_rank = True
 
     def __init__(
         self,

@@ -67,6 +67,10 @@ class FreezingOptimizer(OneBitOptimizer):
         beta1, beta2 = self.defaults["betas"]
         return 1 - beta1**step, 1 - beta2 ** (step if self.frozen_at is None else self.frozen_at)
 
+    def _decisive(self) -> dict[str, Any]:
+        names = {"freeze_step": self._freeze_step, "freeze_ratio": self._ratio, "lr_warmup_steps": self._warmup}
+        return super()._decisive() | names
+
     def _freezes(self, step: int) -> bool:
         """Tells if v stays from this step on, and keeps its norm. Collective where v decides."""
         if self._freeze_step is not None:

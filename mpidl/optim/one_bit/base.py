@@ -47,6 +47,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
     progress: dict; the counters of the method, kept in the first group's "progress", the same on every rank.
     """
 
+    needs_every_rank: ClassVar[bool] = True  # as the state of a hook: of a rank without batches no zeros stand in
     keys: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")  # of states with an element for each of the parameter's
     wide_states: ClassVar[bool] = True  # in fp32 also of 16-bit parameters
 
@@ -95,6 +96,10 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def refuse_unlike_weights(self) -> None:
         """Raises TrainingError where the weights are not the same on all ranks, so that no state can be kept."""
 
+    def _decisive(self) -> dict[str, Any]:
+        """The settings that decide when something else is sent; ranks that differ would wait for each other."""
+        return {}
+
     # ---- settings ---------------------------------------------------------------------------------------------------
 
     @property
@@ -132,6 +137,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
         Gradients of parameters that this optimizer does not have are averaged in any case.
         """
+        if not self._is_hooked and self._given is None:
+            bucket.refuse_other_ranks(type(self).__name__, self._group())
         self._is_hooked = True
         flat = bucket.buffer()
         if self.averages_gradients:
@@ -181,7 +188,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             world = self._group()
             told = {key: value for key, value in self.defaults.items() if key not in ("lr", "weight_decay")}
             told |= {"where": self._where, "error_feedback": self._feeds_back, "bucket_cap_mb": self._cap / MIB}
-            told |= self.progress
+            told |= self._decisive() | self.progress
             told["shapes of params"] = [tuple(p.shape) for group in self.param_groups for p in group["params"]]
             check_settings_agree(world, type(self).__name__, told)
             self._exchange = OneBitExchange(world, self._where, self._feeds_back)

@@ -89,6 +89,11 @@ class ZeroOneAdam(OneBitOptimizer):
         super().__init__(params, defaults, {**progress, "steps_at_interval": 0, "since": 0, "rates": []}, *exchange)
         self._weights: dict[FlatBucket, list[torch.Tensor]] = {}  # of the last exchange, while steps are local
 
+    def _decisive(self) -> dict[str, Any]:
+        found = {"renewals": self._renewals, "local_after": self._local_after}
+        found |= {"local_interval_steps": self._interval_steps, "max_local_interval": self._max_interval}
+        return super()._decisive() | found
+
     @property
     def averages_gradients(self) -> bool:
         """True if the next step renews v."""

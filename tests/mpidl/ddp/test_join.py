@@ -143,6 +143,20 @@ def test_what_cannot_be_in_a_join_is_refused(comm) -> None:
         pass
 
 
+class Stepping:
+    """State of a hook whose optimizer's steps are collective."""
+
+    needs_every_rank = True
+
+
+def test_a_hook_that_needs_every_rank_is_refused(comm) -> None:
+    wrapped = mpidl.DistributedDataParallel(Net(), process_group=comm)
+    wrapped.register_comm_hook(Stepping(), lambda state, bucket: bucket.reduce(process_group=comm))
+    message = "join: got a hook with Stepping, which needs all ranks in every step; give every rank as many batches"
+    with pytest.raises(mpidl.ConfigurationError, match=message):
+        wrapped.join().__enter__()
+
+
 class Pair(nn.Module):
     """Two modules that are wrapped by themselves; the passes through the second are inside those through both."""
 

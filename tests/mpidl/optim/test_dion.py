@@ -236,6 +236,59 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message
 
 
 @pytest.mark.mpi
+def test_steps_by_buckets_and_ranks_without_batches_are_refused(comm) -> None:
+    model = fresh(MODELS["gpt2"])
+    call = mpidl.DistributedDataParallel(model, process_group=comm)
+    optimizer = Dion(groups(model), process_group=comm)
+    call.register_comm_hook(DionState(optimizer), dion_hook)
+    with pytest.raises(ConfigurationError, match="Dion with process_group= averages factors of all matrices at once"):
+        call.step_in_backward(optimizer)
+    with pytest.raises(ConfigurationError, match="Named with process_group= averages factors of all matrices at once"):
+        call.step_in_backward(type("Named", (Dion,), {})(groups(model), process_group=comm))
+    with pytest.raises(ConfigurationError, match="join: got a hook with DionState, which needs all ranks"):
+        call.join().__enter__()
+
+
+@pytest.mark.mpi
+def test_a_wrong_setting_on_one_rank_is_an_error_on_every_rank(comm) -> None:
+    wrong = {"mu": 1.5} if comm.rank == comm.size - 1 else {}
+    with pytest.raises(ConfigurationError, match=r"mu: got 1\.5; needs a number from 0 to 1"):
+        Dion([nn.Parameter(torch.ones(2, 2))], process_group=comm, **wrong)
+
+
+@pytest.mark.mpi
+def test_ranks_with_other_settings_shapes_or_groups_are_refused(comm) -> None:
+    if comm.size == 1:
+        return
+    p = nn.Parameter(torch.ones(2, 2))
+    for name, values in {"mu": (0.9, 0.8), "rank_fraction": (0.5, 0.25), "eps": (0.1, 0.2)}.items():
+        with pytest.raises(mpidl.ModelMismatch, match=f"rank 0 has {name} of group 0={values[0]}, rank 1 has"):
+            Dion([p], process_group=comm, **{name: values[min(comm.rank, 1)]})
+    unlike = nn.Parameter(torch.ones(2, 2 + comm.rank))
+    with pytest.raises(mpidl.ModelMismatch, match=r"Dion: rank 0 has shapes of group 0=\[\(\(2, 2\).*, rank 1 has"):
+        Dion([unlike], process_group=comm)
+    optimizer = Dion([nn.Parameter(torch.ones(2, 2))], process_group=comm)
+    optimizer.step()
+    rule = {"rule": "adamw"} if comm.rank else {}
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], **rule})
+    with pytest.raises(mpidl.ModelMismatch, match="Dion: rank 0 has rule of group 1='dion', rank 1 has rule of group"):
+        optimizer.step()
+
+
+@pytest.mark.mpi
+def test_a_wrapper_over_other_ranks_is_refused(comm) -> None:
+    if comm.size == 1:
+        return
+    model = fresh(MODELS["gpt2"])
+    with comm.split(comm.rank) as alone:
+        call = mpidl.DistributedDataParallel(model, process_group=alone)
+        optimizer = Dion(groups(model), process_group=comm)
+        call.register_comm_hook(DionState(optimizer), dion_hook)
+        with pytest.raises(ConfigurationError, match=r"Dion: its process_group has ranks 0, 1.* the wrapper's has \d;"):
+            call(*sequences(0, comm.rank)).backward()
+
+
+@pytest.mark.mpi
 def test_what_is_no_matrix_is_refused_on_every_rank(comm) -> None:
     with pytest.raises(ConfigurationError, match=r"parameter of shape \(3,\); needs matrices, and others in a group"):
         Dion([nn.Parameter(torch.ones(3))])

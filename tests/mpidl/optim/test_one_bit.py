@@ -274,6 +274,55 @@ def test_an_engine_without_the_hook_and_ranks_with_other_settings_are_refused(co
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        *[(name, setting) for name in ("OneBitAdam", "OneBitLamb") for setting in ("freeze_step", "lr_warmup_steps")],
+        *[("ZeroOneAdam", setting) for setting in ("renewals", "local_after", "local_interval_steps")],
+        ("ZeroOneAdam", "max_local_interval"),
+    ],
+)
+def test_ranks_that_would_switch_at_other_steps_are_refused(comm: Communicator, name: str, setting: str) -> None:
+    """They would wait for each other for ever."""
+    if comm.size == 1:
+        return
+    training = Training(comm, "ddp", getattr(mpidl.optim, name), Slopes(), **{setting: 4 + comm.rank})
+    with pytest.raises(mpidl.errors.ModelMismatch, match=f"{name}: rank 0 has {setting}=4, rank 1 has {setting}=5"):
+        training.run(0, 1)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb"])
+def test_ranks_that_would_find_v_steady_at_other_ratios_are_refused(comm: Communicator, name: str) -> None:
+    if comm.size == 1:
+        return
+    training = Training(comm, "ddp", getattr(mpidl.optim, name), Slopes(), freeze_ratio=1 / (1 + comm.rank))
+    with pytest.raises(mpidl.errors.ModelMismatch, match=r"rank 0 has freeze_ratio=1\.0, rank 1 has freeze_ratio=0\.5"):
+        training.run(0, 1)
+
+
+@pytest.mark.mpi
+def test_a_wrapper_over_other_ranks_is_refused(comm: Communicator) -> None:
+    if comm.size == 1:
+        return
+    model = Slopes()
+    with comm.split(comm.rank) as alone:
+        wrapped = mpidl.DistributedDataParallel(model, process_group=alone)
+        optimizer = mpidl.optim.OneBitAdam(model.parameters(), process_group=comm)
+        wrapped.register_comm_hook(optimizer, mpidl.optim.one_bit_hook)
+        message = r"OneBitAdam: its process_group has ranks 0, 1.* of the world, the wrapper's has \d; needs the"
+        with pytest.raises(mpidl.ConfigurationError, match=message):
+            wrapped([g.float() for g in slopes(0, comm.rank)]).backward()
+
+
+@pytest.mark.mpi
+def test_ranks_without_batches_are_refused(comm: Communicator) -> None:
+    training = Training(comm, "ddp", mpidl.optim.OneBitAdam, Slopes())
+    with pytest.raises(mpidl.ConfigurationError, match="join: got a hook with OneBitAdam, which needs all ranks"):
+        training.called.join().__enter__()
+
+
+@pytest.mark.mpi
 @classes
 def test_checkpoints_keep_states_and_the_mean_errors(comm: Communicator, name: str, tmp_path: Path) -> None:
     """Saved by either engine, loaded by the other one, which then steps as one that has loaded the state_dict."""

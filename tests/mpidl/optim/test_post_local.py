@@ -223,3 +223,42 @@ def test_arguments_that_do_not_fit_are_refused(comm) -> None:
         PostLocalSGDOptimizer([p], PeriodicAverager([p], comm))
     with pytest.raises(ConfigurationError, match="averager: got int; needs a PeriodicAverager"):
         PostLocalSGDOptimizer(torch.optim.SGD([p], lr=1.0), 4)
+    model = nn.Linear(3, 3)
+    sharded = mpidl.ZeroOptimizer(model, torch.optim.SGD, stage=1, process_group=comm, lr=0.1)
+    with pytest.raises(ConfigurationError, match="optimizer: got a ZeroOptimizer, whose weights lie in slices"):
+        PostLocalSGDOptimizer(sharded, PeriodicAverager(model.parameters(), comm))
+
+
+@pytest.mark.parametrize("setting", ["period", "warmup_steps"])
+def test_ranks_that_would_average_at_other_steps_are_refused(comm, setting: str) -> None:
+    if comm.size > 1:
+        with pytest.raises(mpidl.ModelMismatch, match=f"rank 0 has {setting}=3, rank 1 has {setting}=4"):
+            PeriodicAverager([nn.Parameter(torch.ones(1))], comm, **{setting: 3 + comm.rank})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"), [({"period": 0}, "period: got 0"), ({"warmup_steps": -1}, "warmup_steps: got -1")]
+)
+def test_a_wrong_argument_on_one_rank_is_an_error_on_every_rank(comm, wrong: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        PeriodicAverager([nn.Parameter(torch.ones(1))], comm, **(wrong if comm.rank == comm.size - 1 else {}))
+
+
+def test_ranks_with_other_shapes_or_a_state_of_another_step_are_refused(comm) -> None:
+    if comm.size == 1:
+        return
+    with pytest.raises(mpidl.ModelMismatch, match=r"PeriodicAverager: rank 0 has parameters=\[\(\(1,\).*rank 1 has"):
+        PeriodicAverager([nn.Parameter(torch.ones(1 + comm.rank))], comm)
+    averager = PeriodicAverager([nn.Parameter(torch.ones(1))], comm)
+    averager.step()
+    averager.load_state_dict({"steps": 2 + comm.rank})
+    with pytest.raises(mpidl.ModelMismatch, match="PeriodicAverager: rank 0 has steps=2, rank 1 has steps=3"):
+        averager.step()
+
+
+def test_ranks_without_batches_are_refused(comm) -> None:
+    model = mpidl.DistributedDataParallel(nn.Linear(2, 2), process_group=comm)
+    state = PostLocalSGDState(comm, averager=PeriodicAverager(model.parameters(), comm))
+    model.register_comm_hook(state, post_local_sgd_hook)
+    with pytest.raises(ConfigurationError, match="join: got a hook with PostLocalSGDState, which needs all ranks"):
+        model.join().__enter__()
