@@ -247,7 +247,8 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
     axes.bar_label(bars, labels=[f"{row.ms:.0f}  ({_number(row.ratio, 2)})" for row in shown], padding=3)
     axes.margins(x=0.15)
     axes.set_title(title)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=4, frameon=False, fontsize="small")
+    axes.set_xlabel("ms a step, and as a ratio of DDP's in full precision")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, frameon=False, fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

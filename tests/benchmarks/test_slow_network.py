@@ -24,7 +24,9 @@ WITHOUT_COMPRESSION = {  # in the thread that trains, or none that is counted
     *("single", "ddp", "zero2", "zero3", "zero3-ahead", "zero3-keep", "zero3-node", "bf16"),
     *("dion", "post-local", "diloco", "diloco-int8", "diloco-streaming", "torch-ddp", "torch-powersgd"),
 }
-BETWEEN_NODES = "single;ddp;zero2;onebit;powersgd:4;ddp+bf16;int8;zero2+int8;topk:0.01"
+BETWEEN_NODES = (
+    "single;ddp;zero2;onebit;onebit-lamb;zero-one;dion;post-local;diloco;powersgd:4;ddp+bf16;int8;zero2+int8;topk:0.01"
+)
 
 
 @pytest.mark.parametrize(
