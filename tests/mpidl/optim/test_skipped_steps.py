@@ -1,4 +1,4 @@
-"""Steps that a GradScaler or NonfiniteGuard skips leave no trace in DiLoCo, post-local SGD and Dion, on any rank."""
+"""Steps that a GradScaler or NonfiniteGuard skips leave no trace in what sends less, on any rank: DiLoCo, Dion, ..."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ from torch.utils._pytree import tree_leaves
 
 import mpidl
 from collectives import Communicator
-from mpidl.optim import DiLoCo, Dion, DionState, PeriodicAverager, PostLocalSGDOptimizer, dion_hook
+from mpidl.optim import DiLoCo, Dion, DionState, PeriodicAverager, PostLocalSGDOptimizer, dion_hook, one_bit_hook
 from tests.mpidl.optim.test_dion import groups
 from tests.mpidl.zero.ways import WAYS
 
 pytestmark = pytest.mark.mpi
-KINDS = ("dion", "post local", "diloco", "diloco in nodes", "diloco stage 1", "diloco stage 2", "diloco stage 3")
+ONE_BIT = {  # frozen, or with local steps, before the step that is skipped
+    "onebitadam": (mpidl.optim.OneBitAdam, {"freeze_step": 2}),
+    "onebitlamb": (mpidl.optim.OneBitLamb, {"freeze_step": 2}),
+    "zerooneadam": (mpidl.optim.ZeroOneAdam, {"local_after": 2, "local_interval_steps": 1, "max_local_interval": 2}),
+}
+KINDS = (
+    *("dion", "post local", "diloco", "diloco in nodes", "diloco stage 1", "diloco stage 2", "diloco stage 3"),
+    *ONE_BIT,
+)
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 BAD = 3  # the step that is skipped, between outer steps
 
@@ -35,6 +43,11 @@ class Run:
             self.call = mpidl.DistributedDataParallel(self.model, process_group=comm)
             self.optimizer: Any = Dion(groups(self.model), process_group=comm)
             self.call.register_comm_hook(DionState(self.optimizer), dion_hook)
+        elif kind in ONE_BIT:
+            made, settings = ONE_BIT[kind]
+            self.call = mpidl.DistributedDataParallel(self.model, process_group=comm)
+            self.optimizer = made(self.model.parameters(), lr=0.01, process_group=comm, **settings)
+            self.call.register_comm_hook(self.optimizer, one_bit_hook)
         elif kind == "post local":
             averager = PeriodicAverager(self.model.parameters(), comm, period=2)
             self.optimizer = PostLocalSGDOptimizer(torch.optim.SGD(self.model.parameters(), **SGD), averager)
@@ -77,6 +90,8 @@ class Run:
             found: list[Any] = [inner.model_state_dict(), inner.state_dict()]
         else:
             found = [self.model.state_dict(), list(inner.state.values())]
+            if isinstance(inner, mpidl.optim.OneBitAdam | mpidl.optim.OneBitLamb | mpidl.optim.ZeroOneAdam):
+                found.append(inner.held_tensors()["optimizer"])  # errors too
         if inner is not self.optimizer:
             found.append(self.optimizer.averager.state_dict())
         return [leaf.clone() for leaf in tree_leaves(found) if torch.is_tensor(leaf)]
