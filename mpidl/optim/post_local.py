@@ -205,7 +205,8 @@ class PostLocalSGDState:
 
     steps: of the averager; else backward passes whose buckets have all been reduced.
 
-    Raises ConfigurationError for neither of start_step and averager, and for a start_step that is not the averager's.
+    Making one is collective. Raises ConfigurationError on every rank for neither of start_step and averager, and for a
+    start_step that is not the averager's; ModelMismatch where the ranks' start_step differ.
     """
 
     needs_every_rank = True
@@ -218,16 +219,20 @@ class PostLocalSGDState:
         *,
         averager: Averager | None = None,
     ) -> None:
+        self.process_group = data_group("PostLocalSGDState", process_group, needed=_GROUP)
+        self.start_step = check_everywhere(self.process_group, lambda: self._checked(start_step, averager))
+        check_settings_agree(self.process_group, "PostLocalSGDState", {"start_step": self.start_step})
+        self.local_group, self._averager = local_group, averager
+        self._passes = 0
+
+    def _checked(self, start_step: int | None, averager: Averager | None) -> int:
         if averager is not None:
             fits = all(hasattr(averager, name) for name in ("warmup_steps", "steps"))
             require("averager", type(averager).__name__, fits, "a PeriodicAverager, or a DiLoCo's averager")
             warmup = averager.warmup_steps
             require("start_step", start_step, start_step in (None, warmup), f"the averager's warmup_steps, {warmup}")
             start_step = warmup
-        self.start_step = integer("start_step", start_step, 0)
-        self.process_group = data_group("PostLocalSGDState", process_group, needed=_GROUP)
-        self.local_group, self._averager = local_group, averager
-        self._passes = 0
+        return integer("start_step", start_step, 0)
 
     @property
     def steps(self) -> int:

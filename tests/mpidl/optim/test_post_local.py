@@ -256,6 +256,14 @@ def test_ranks_with_other_shapes_or_a_state_of_another_step_are_refused(comm) ->
         averager.step()
 
 
+def test_ranks_that_would_end_the_averaging_of_gradients_at_other_steps_are_refused(comm) -> None:
+    if comm.size > 1:
+        with pytest.raises(mpidl.ModelMismatch, match="PostLocalSGDState: rank 0 has start_step=2, rank 1 has start_s"):
+            PostLocalSGDState(comm, 2 + comm.rank)
+        with pytest.raises(ConfigurationError, match="start_step: got -1"):
+            PostLocalSGDState(comm, -1 if comm.rank == 0 else 2)
+
+
 def test_ranks_without_batches_are_refused(comm) -> None:
     model = mpidl.DistributedDataParallel(nn.Linear(2, 2), process_group=comm)
     state = PostLocalSGDState(comm, averager=PeriodicAverager(model.parameters(), comm))
