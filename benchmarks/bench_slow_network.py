@@ -195,19 +195,8 @@ def rows_of(found: dict[str, list[Round]], shape: Shape, rate: float | None) -> 
 
 def print_table(rows: Sequence[Row], say: Callable[..., None]) -> None:
     """One line a method."""
-    heads = (
-        "ms",
-        f"of {BASE}",
-        "MB sent",
-        "formula",
-        "ratio",
-        "wire ms",
-        "goal",
-        "compress",
-        "wait ms",
-        "cpu ms",
-        "loss",
-    )
+    heads = ["ms", f"of {BASE}", "MB sent", "formula", "ratio", "wire ms", "goal"]
+    heads += ["compress", "wait ms", "cpu ms", "loss"]
     say(f"# {'method':>16} " + " ".join(f"{head:>9}" for head in heads))
     for row in rows:
         over = row.sent_mb / row.formula_mb if row.formula_mb else None

@@ -16,13 +16,13 @@ import torch
 
 from ..errors import ConfigurationError
 from ..optim.blockwise import BLOCK
+from ..optim.dion import RANK_FRACTION, factor_rank
 from ..optim.elementwise_state import EIGHT_BIT_LEAST
 
 # Bytes of the state of those that send one bit, which every rank keeps whole, in fp32. Errors are 4 of them.
 WHOLE = {"onebitadam": 12, "onebitlamb": 16, "zerooneadam": 20}
 OUTER = 8  # of DiLoCo, in fp32: theta_0, and the momentum of SGD
 _ADAM = 8
-_RANK_FRACTION = 0.25  # of Dion's factors, as by default
 # Bytes of an optimizer's state for a parameter of 4 bytes.
 STATE_BYTES = {
     **dict.fromkeys(("sgd",), 0),
@@ -92,5 +92,5 @@ def name_of(optimizer: Any) -> str:
 
 
 def _factor_elements(shape: torch.Size) -> int:
-    """Elements of the factor that Dion keeps of a matrix."""
-    return shape[1] * max(1, round(_RANK_FRACTION * min(shape)))
+    """Elements of the factor that Dion keeps of a matrix, by default."""
+    return shape[1] * factor_rank(shape, RANK_FRACTION)

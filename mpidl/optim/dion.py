@@ -41,6 +41,9 @@ _TINY = 1e-30
 _TOLERANCE = 1e-5  # of sums of squares that should be equal; norms are in fp32
 
 
+RANK_FRACTION = 0.25  # by default
+
+
 class Dion(torch.optim.Optimizer):
     """Steps on matrices by Dion and, in groups with rule="adamw", on other parameters by AdamW.
 
@@ -72,7 +75,7 @@ class Dion(torch.optim.Optimizer):
         params: Iterable[Any],
         lr: float = 0.01,
         mu: float = 0.95,
-        rank_fraction: float = 0.25,
+        rank_fraction: float = RANK_FRACTION,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
@@ -312,10 +315,15 @@ def _sum_of_squares(tensors: Sequence[torch.Tensor]) -> float:
         return float(sum(norm.double() ** 2 for norm in norms))
 
 
+def factor_rank(shape: torch.Size, fraction: float) -> int:
+    """The rank r of a matrix's factors."""
+    return max(1, round(fraction * min(shape)))
+
+
 def initial_state(p: torch.Tensor, fraction: float) -> dict[str, torch.Tensor]:
     """The state before the first step. q depends on the matrix's shape alone, on every rank and engine."""
     wide = torch.promote_types(p.dtype, torch.float32)
-    rank = max(1, round(fraction * min(p.shape)))
+    rank = factor_rank(p.shape, fraction)
     random = torch.Generator().manual_seed(_SEED)
     q = torch.randn(p.shape[1], rank, generator=random, dtype=torch.float64).to(p.device, wide)
     return {"momentum": torch.zeros(p.shape, dtype=wide, device=p.device), "q": q}
