@@ -339,6 +339,8 @@ def test_over_hosts_tests_run_at_all_numbers_of_ranks_or_say_so(suite: Callable)
 CHOSEN_FROM = """
 @pytest.mark.parametrize("case", range(8))
 def test_dealt_out(case): pass
+@pytest.mark.parametrize("case", range(8))
+def test_both_here(case): pass
 @pytest.mark.once
 @pytest.mark.parametrize("case", range(8))
 def test_once(case): pass
@@ -380,7 +382,8 @@ def test_a_brief_run_deals_cases_out_over_the_numbers_of_ranks(tmp_path: Path, m
     assert sorted(value for ranks in (2, 3, 4) for value, _ in each[ranks]) == sorted(map(str, range(16)))
     assert all({way for _, way in each[ranks]} == {"a", "b"} for ranks in (2, 3, 4))
     assert each[5] == each[4]
-    assert [len([name for name in found[ranks] if "on_two" in name]) for ranks in (2, 3, 4, 5)] == [2, 0, 0, 0]
+    assert [len([name for name in found[ranks] if "test_on_two" in name]) for ranks in (2, 3, 4, 5)] == [1, 0, 0, 0]
+    assert [len([name for name in found[ranks] if "test_both" in name]) for ranks in (2, 3, 4, 5)] == [1, 0, 0, 0]
     assert all("test_everywhere" in names for names in found.values())
     assert ["test_here" in found[ranks] for ranks in (2, 3, 4, 5)] == [False, True, False, False]
     assert sum("test_two_numbers" in found[ranks] for ranks in (2, 3)) == 1
@@ -397,9 +400,9 @@ def test_each_case_runs_on_two_ranks_and_on_another_number(tmp_path: Path, mpiru
         done = mpirun(ranks, *PYTEST, *options, cwd=tmp_path, **IMPORTABLE)
         twice[ranks] = re.findall(r"::(\S+) PASSED", done.stdout)
     others = [name for ranks in (1, 3, 4) for name in twice[ranks] if "everywhere" not in name and "three" not in name]
-    assert len(twice[2]) == 8 + 8 + 32 + 8 + 1 + 1 + 3 + 1
+    assert len(twice[2]) == 8 + 8 + 8 + 32 + 8 + 1 + 1 + 3 + 1
     assert sorted(others) == sorted([*(name for name in twice[2] if name in others), "test_here"])
-    assert len(others) == 8 + 8 + 32 + 8 + 1 + 1 + 1
+    assert len(others) == 8 + 8 + 8 + 32 + 8 + 1 + 1 + 1
 
 
 def test_mpirun_passes_on_output_status_and_changes_of_the_environment(mpirun: Launcher) -> None:

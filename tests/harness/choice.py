@@ -1,9 +1,12 @@
-"""Choice of cases, so that the suite is run often. `--brief`: two cases of a test, each on one number of ranks.
+"""Choice of cases, so that the suite is run often. `--brief`: two cases of a test on two numbers of ranks, or one.
 
-    cases of a test     a  b  c  d  e  f  g        a  b        a
-    two of them         a           e              a  b        a
-    on ranks            3           2              2  4        3        each test begins elsewhere in 2 3 2 2 2 4 2 2
-    and on 1 rank       1                                               with every other one of 3
+    cases of a test     a  b  c  d  e  f  g        a  b        a  b        a
+    two of them         a           e              a  b        a  b        a
+    on ranks            3           2              2  4           2        3    each test begins elsewhere in
+    and on 1 rank       1                                                       2 3 2 2 2 4 2 2
+
+Where both would run on 2 ranks, one of them does, the other one in every other test. On 1 rank runs every other one of
+those that run on 3.
 
 Marked `once`, as all that train are, a test runs one of its cases, which is another one in each test, so that together
 they still go over all engines and stages.
@@ -17,8 +20,8 @@ begins with the first value, so that those that take long may stand where 2 rank
     on ranks            2     3     2       2     2      4
     and on 1 rank             1
 
-Marked `ranks`, each runs on one of these numbers. Marked `brief_on`, those of a test that are chosen run on that one,
-as on more ranks they would take long for what they import or repeat. On more ranks, which there are only over several
+Marked `ranks`, each runs on one of these numbers. Marked `brief_on`, the one of a test that is chosen runs on that one,
+as on more ranks it would take long for what it imports or repeats. On more ranks, which there are only over several
 hosts, those of 4 run. Marked `every_size`, all cases of a test run on all numbers. Marked `thorough`, a test, or those
 of its cases that the mark names, is left out: another one says nearly the same in less time.
 
@@ -62,23 +65,32 @@ def left_out(items: Iterable[pytest.Item], ranks: int) -> list[pytest.Item]:
 def _elsewhere(cases: list[pytest.Item], ranks: int, begin: int) -> list[pytest.Item]:
     """Lists the cases of a test that do not run on this number of ranks."""
     chosen = cases[:: -(-len(cases) // _CASES)]
+    by_turns = begin // len(_ROUND)
     if cases[0].get_closest_marker("once"):
-        chosen = [cases[begin // len(_ROUND) % len(cases)]]
+        chosen = [cases[by_turns % len(cases)]]
+    elif len({_number_for(case, begin + number) for number, case in enumerate(chosen)}) < len(chosen):
+        chosen = [chosen[by_turns % len(chosen)]]
     turns = {case: begin + number for number, case in enumerate(chosen)}
     if mark := cases[0].get_closest_marker("each"):
         turns = {case: number for number, case in enumerate(_one_of_each(cases, mark.args[0]))}
 
     def is_here(case: pytest.Item) -> bool:
-        if mark := case.get_closest_marker("brief_on"):
-            return ranks == mark.args[0]
         turn = turns[case]
-        if mark := case.get_closest_marker("ranks"):  # it has another number only over several hosts
-            return ranks not in mark.args or mark.args[turn % len(mark.args)] == ranks
-        if ranks == 1:
+        if (mark := case.get_closest_marker("ranks")) and ranks not in mark.args:  # only over several hosts
+            return True
+        if ranks == 1 and not any(map(case.get_closest_marker, ("ranks", "brief_on"))):
             return turn % (2 * len(_ROUND)) == _WITH_1
-        return _ROUND[turn % len(_ROUND)] == ranks
+        return _number_for(case, turn) == ranks
 
     return [case for case in cases if case not in turns or not is_here(case)]
+
+
+def _number_for(case: pytest.Item, turn: int) -> int:
+    """The number of ranks on which a case runs in this turn."""
+    if mark := case.get_closest_marker("brief_on"):
+        return mark.args[0]
+    numbers = mark.args if (mark := case.get_closest_marker("ranks")) else _ROUND
+    return numbers[turn % len(numbers)]
 
 
 def _one_of_each(cases: list[pytest.Item], parameter: str) -> list[pytest.Item]:
