@@ -111,7 +111,11 @@ class Dispatch:
 
     def call(self, operation: str, algorithm: str, arguments: Sequence[Any]) -> Call:
         """The operation on host memory by the backend of that name."""
-        return self.silent(operation, getattr(self.backends[algorithm], operation)(*arguments))
+        call: Call = getattr(self.backends[algorithm], operation)(*arguments)
+        from_c = None
+        if isinstance(call, MeetsInMemory):
+            from_c = call.from_c(self._silently if operation in REDUCTIONS else None)
+        return from_c or self.silent(operation, call)
 
     def silent(self, operation: str, call: Call) -> Call:
         """The call, if it reduces with arithmetic that neither raises nor warns; see `float_errors`."""

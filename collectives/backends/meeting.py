@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import struct
 import zlib
+from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -19,9 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base.buffers import DTYPES, Buffer
+from ..base.float_errors import Runner
 from ..base.reduction import KERNELS
 from ..errors import MismatchError
+from ..memory.counters import Barrier
 from ..memory.shared_memory import SharedMemory
+from ..native import compiled
 from ..runtime.positions import CODES, OPERATIONS, listing
 
 Ranges = Sequence[tuple[int, int]]  # elements start <= i < stop, for each rank
@@ -36,8 +41,20 @@ _FILLED, _SHARED = 1, 2  # flags
 _RANGES = 4 * 8  # bytes for each rank: start and length of what goes there and of what comes from there
 
 
-class MeetsInMemory:
+class MeetsInMemory(ABC):
     """A collective call in which the ranks meet in shared memory, so that none need wait before."""
+
+    @abstractmethod
+    def __call__(self) -> Any:
+        """Carries it out. Collective."""
+
+    def from_c(self, around: Runner | None) -> Callable[[], None] | None:
+        """Makes the same call from C; None where there is no such way. around: runs what it calls in Python."""
+        return None
+
+
+if compiled is not None:
+    MeetsInMemory.register(compiled.OneCopy)
 
 
 class Entry(NamedTuple):
@@ -87,7 +104,7 @@ class Meetings:
         self._head = [slice(turn + rank * _ROW.size, turn + (rank + 1) * _ROW.size) for turn in turns]
         width = ranks * _RANGES
         self._range = [slice(s.start + rank * width, s.start + (rank + 1) * width) for s in self._ranges]
-        self._turn = 0  # the turn of the next meeting
+        self._turn = array("q", [0])  # of the next meeting
 
     @staticmethod
     def nbytes(ranks: int) -> int:
@@ -133,14 +150,29 @@ class Meetings:
 
     def publish(self, row: bytes, ranges: bytes = b"") -> bytes:
         """Waits for all ranks and returns all rows, and all ranges if this rank gives any, for `Meeting`."""
-        turn = self._turn
-        self._turn = 1 - turn
+        turn = self._turn[0]
+        self._turn[0] = 1 - turn
         memory = self._memory
         memory[self._head[turn]] = row
         if ranges:
             memory[self._range[turn]] = ranges
         self.barrier()
-        return memory[self._heads[turn]] + memory[self._ranges[turn]] if ranges else memory[self._heads[turn]]
+        return self.rows(turn, with_ranges=bool(ranges))
+
+    def rows(self, turn: int, *, with_ranges: bool) -> bytes:
+        """All rows of the last meeting, which was that of this turn, and all ranges behind them."""
+        memory = self._memory
+        return memory[self._heads[turn]] + memory[self._ranges[turn]] if with_ranges else memory[self._heads[turn]]
+
+    @property
+    def in_c(self) -> dict[str, Any] | None:
+        """The arguments of `native.OneCopy` with which it meets as these do; None where it cannot."""
+        barrier = self.barrier.in_c if isinstance(self.barrier, Barrier) else None
+        if compiled is None or barrier is None:
+            return None
+        heads, ranges = (tuple(piece.start for piece in pieces) for pieces in (self._heads, self._ranges))
+        places = {"heads": heads, "ranges": ranges, "rank": self.rank, "row": _ROW.size, "ranks": self.ranks}
+        return {**barrier, **places, "memory": self._memory, "turn": self._turn}
 
     def meet(self, entry: Entry, x: tuple[SharedMemory, int] | None) -> Meeting:
         """Waits for all ranks and returns what they are about to do. Raises MismatchError on all if that differs."""

@@ -21,6 +21,7 @@ import platform
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -235,7 +236,7 @@ class Barrier:
         self._counters = Counters(memory, start, start + ranks * STRIDE, rank, ranks, crowded=crowded)
         self._advance, self._wait_for_all = self._counters.advance, self._counters.wait_for_all
         self._fence = None if ORDERED else fence
-        self._met = 0
+        self._met = array("q", [0])
 
     @staticmethod
     def nbytes(ranks: int) -> int:
@@ -244,8 +245,14 @@ class Barrier:
 
     def __call__(self) -> None:
         """Collective."""
-        self._met = number = self._met + 1
+        self._met[0] = number = self._met[0] + 1
         self._advance(number)
         self._wait_for_all(number)
         if self._fence is not None:
             self._fence()
+
+    @property
+    def in_c(self) -> dict[str, Any] | None:
+        """The arguments of `native.OneCopy` with which it meets as this does; None where it cannot."""
+        numbers = self._counters.in_c
+        return None if numbers is None or self._fence is not None else {"numbers": numbers, "met": self._met}

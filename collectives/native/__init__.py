@@ -4,11 +4,13 @@
     AtOnce              at_once.c       the issue of an operation that runs in the caller's thread
     Numbers             numbers.c       how the ranks of a node tell each other how far they are, and wait for it
     MpiCall             mpi_call.c      a blocking collective of the MPI library
+    OneCopy             one_copy.c      a collective through shared memory that is made again: the meeting, the steps
     Shortcut            shortcut.c      a method of Communicator that finds an operation again by its arguments
 
 Python's own part of an operation is as long as a message of a few KiB takes, and several times as long where other work
 has taken the caches meanwhile. Each of these has a twin in Python that does the same: `base.buffers.signature`,
-`group.issue.Issuer.prepare`, `memory.counters`, `backends.mpi`, the method itself. The twins run where there was no C
+`group.issue.Issuer.prepare`, `memory.counters`, `backends.mpi`, `backends.symmetric.operation`, the method itself. The
+twins run where there was no C
 compiler, and with MPIDL_NATIVE=0.
 
 compiled: the module of these; None where it cannot be used.
@@ -20,7 +22,7 @@ import importlib
 import os
 from types import ModuleType
 
-VERSION = 2  # of module.c; a module that was compiled from other sources than these is not used
+VERSION = 3  # of module.c; a module that was compiled from other sources than these is not used
 
 
 def _load() -> ModuleType | None:

@@ -14,11 +14,11 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "compiled",
 PyMODINIT_FUNC PyInit_compiled(void)
 {
     PyObject *made = PyModule_Create(&module);
-    if (made == NULL || PyModule_AddIntConstant(made, "VERSION", 2) < 0 || intern_at_once() < 0 || intern_shortcut() < 0 || PyModule_AddType(made, &AtOnceType) < 0 ||
-        PyModule_AddType(made, &MpiCallType) < 0 || PyModule_AddType(made, &NumbersType) < 0 ||
-        PyModule_AddType(made, &ShortcutType) < 0) {
-        Py_XDECREF(made);
-        return NULL;
-    }
+    int failed = made == NULL || PyModule_AddIntConstant(made, "VERSION", 3) < 0 || intern_at_once() < 0 || intern_shortcut() < 0;
+    PyTypeObject *types[] = {&AtOnceType, &MpiCallType, &NumbersType, &OneCopyType, &ShortcutType};
+    for (size_t i = 0; i < sizeof types / sizeof *types && !failed; i++)
+        failed = PyModule_AddType(made, types[i]) < 0;
+    if (failed)
+        Py_CLEAR(made);
     return made;
 }

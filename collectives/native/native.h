@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-extern PyTypeObject AtOnceType, MpiCallType, NumbersType, ShortcutType;
+extern PyTypeObject AtOnceType, MpiCallType, NumbersType, OneCopyType, ShortcutType;
 
 typedef struct {
     PyObject_HEAD

@@ -23,10 +23,11 @@ Contributions are added in the order of ranks, ((x0 + x1) + x2) + ..., however t
 in fp32 and rounded once. So slices, chunks and packing change no result, and the bits are the same on every rank.
 
 An Operation can be run again on the same arrays. It keeps what it worked out, a list of calls on views, for as long as
-the rows are the same, byte by byte; so an operation that is run again costs a few microseconds of Python.
+the rows are the same, byte by byte; so an operation that is run again costs a few microseconds of Python. A small one
+that is run again is carried out from C (`native.OneCopy`), which makes its meeting, copies and sums itself.
 
     backend      the operations, as a `Backend`; `group`: the state that they share
-    operation    from the ranks' meeting (`backends.meeting`) to the calls
+    operation    from the ranks' meeting (`backends.meeting`) to the calls; `steps`: the calls for the part in C
     reductions   all_reduce, reduce, reduce_scatter; `movements`: the other operations
     staging      the staged way; `processor`: what copies and reduces, here the host
     partitioned  an all-reduce of arrays that are handed in one by one; `tickets`: who reduces which chunk

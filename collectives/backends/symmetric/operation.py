@@ -5,12 +5,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from ...base.buffers import Buffer
+from ...base.float_errors import Runner
+from ...native import compiled
 from ..meeting import Entry, Meeting, MeetsInMemory, Ranges
 from .group import Group
-from .processor import Program
-from .staging import Stages
+from .processor import Processor, Program
+from .staging import BUFFERS, Stages
+from .steps import steps
+
+_FROM_C = 256 << 10  # bytes of an operation; larger ones take so long that Python's part is nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +85,9 @@ class Operation(MeetsInMemory):
         filled = self._may_fill and self._staging.is_ready
         if filled:
             self._staging.fill(self._stages, self._dtype)
-        seen = group.meetings.publish(self._rows[filled], self._ranges)
+        self._run(group.meetings.publish(self._rows[filled], self._ranges))
+
+    def _run(self, seen: bytes) -> None:
         if seen != self._seen:
             self._program = self._work_out(seen)
             self._seen = seen
@@ -93,3 +102,49 @@ class Operation(MeetsInMemory):
         if program is None:
             return [(self._staging.run, (self._stages, self._dtype, meeting.filled))]
         return program
+
+    # ---- the same from C ----------------------------------------------------------------------------------------
+
+    def from_c(self, around: Runner | None) -> Callable[[], None] | None:
+        """Makes the same call from C, for small operations, in which Python takes longer than the bytes."""
+        places = self._group.meetings.in_c
+        if compiled is None or places is None or self._nbytes > _FROM_C or type(self._group.processor) is not Processor:
+            return None
+        made: Callable[[], None] = compiled.OneCopy(
+            slow=partial(around, self) if around else self,
+            go_on=partial(self._go_on, around),
+            known=partial(self._known, around),
+            staging=self._staging.words,
+            **places,
+        )
+        return made
+
+    def _go_on(self, around: Runner | None, turn: int) -> None:
+        """Does what follows the meeting of that turn."""
+        follow = partial(self._run, self._group.meetings.rows(turn, with_ranges=bool(self._ranges)))
+        if around is None:
+            follow()
+        else:
+            around(follow)
+
+    def _known(self, around: Runner | None) -> tuple[Any, ...] | None:
+        """Lists what a call from C needs of the last one, as one_copy.c:learn reads it; None where nothing is known."""
+        if not self._seen:
+            return None
+        program, stages, buffers = list(self._program), self._stages, range(BUFFERS)
+        staged = bool(program) and program[-1][0] == self._staging.run
+        if staged:
+            program.pop()
+        into = partial(steps, barrier=self._group.meetings.barrier, around=around)
+        return (
+            self._seen,
+            *self._rows,
+            self._ranges,
+            tuple(memory for memory in self._memories if memory is not None),
+            self._may_fill,
+            stages.chunks,
+            staged,
+            tuple(into(stages.fillings.get(buffer)) for buffer in buffers),
+            tuple(into(stages.programs.get(buffer)) for buffer in buffers),
+            into(program),
+        )

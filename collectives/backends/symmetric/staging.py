@@ -14,6 +14,7 @@ next operation begins with the next buffer, and by its second chunk all ranks ha
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,7 @@ from .processor import Program
 
 Array = np.ndarray[Any, Any]
 
-_BUFFERS = 3
+BUFFERS = 3
 _KEPT_CHUNKS = 64  # of an operation, whose calls are kept for the next time
 
 
@@ -57,7 +58,7 @@ class Staging:
     chunk_bytes: of scratch, a rank and buffer.
     optional: whether there is another way, so that it need not be had.
 
-    is_ready: whether `fill` can be called: there is memory, since an earlier operation.
+    words: the buffer that the next chunk goes to, and whether `is_ready`.
     """
 
     def __init__(self, meetings: Meetings, allocator: Allocator, chunk_bytes: int, *, optional: bool = False) -> None:
@@ -65,23 +66,29 @@ class Staging:
         self.chunk_bytes = chunk_bytes
         self._allocator = allocator
         self._memory: SharedMemory | None = None
-        self.is_ready = self._tried = False
+        self._tried = False
         self._views: dict[str, list[list[Array]]] = {}
-        self._turn = 0  # the buffer that the next chunk goes to
+        self.words = array("q", [0, 0])
+
+    @property
+    def is_ready(self) -> bool:
+        """Returns whether `fill` can be called: there is memory, since an earlier operation."""
+        return bool(self.words[1])
 
     def is_possible(self) -> bool:
         """Returns whether there is memory for it, which it asks for the first time. Collective."""
         if not self._tried:
-            self._memory = self._allocator.allocate(_BUFFERS * self.chunk_bytes, optional=self._optional)
-            self._tried, self.is_ready = True, self._memory is not None
+            self._memory = self._allocator.allocate(BUFFERS * self.chunk_bytes, optional=self._optional)
+            self._tried, self.words[1] = True, self._memory is not None
         return self.is_ready
 
     def fill(self, stages: Stages, dtype: DType) -> None:
         """Copies the first chunk in, before the ranks meet."""
         if stages.chunks:
-            filling = stages.fillings.get(self._turn)
+            turn = self.words[0]
+            filling = stages.fillings.get(turn)
             if filling is None:
-                filling = stages.fillings[self._turn] = stages.steps[0](0, self._buffers(dtype)[self._turn])
+                filling = stages.fillings[turn] = stages.steps[0](0, self._buffers(dtype)[turn])
             for function, arguments in filling:  # not by `_run`, as small operations have little else
                 function(*arguments)
 
@@ -90,16 +97,17 @@ class Staging:
 
         filled: whether all ranks have called `fill`.
         """
-        program = stages.programs.get(self._turn)
+        turn = self.words[0]
+        program = stages.programs.get(turn)
         if program is not None:
             for function, arguments in program:
                 function(*arguments)
         elif stages.chunks <= _KEPT_CHUNKS:
-            program = stages.programs[self._turn] = list(self._calls(stages, dtype, filled))
+            program = stages.programs[turn] = list(self._calls(stages, dtype, filled))
             _run(program)
         else:
             _run(self._calls(stages, dtype, filled))
-        self._turn = (self._turn + stages.chunks) % _BUFFERS
+        self.words[0] = (turn + stages.chunks) % BUFFERS
 
     def _calls(self, stages: Stages, dtype: DType, filled: bool) -> Iterator[Call]:
         """The calls of `run`, as they are worked out."""
@@ -108,7 +116,7 @@ class Staging:
         for tick in range(int(filled), last + 1):
             for delay, step in enumerate(stages.steps):
                 if 0 <= tick - delay < chunks:
-                    yield from step(tick - delay, buffers[(self._turn + tick - delay) % _BUFFERS])
+                    yield from step(tick - delay, buffers[(self.words[0] + tick - delay) % BUFFERS])
             if tick < last:
                 yield self._meetings.barrier, ()
 
@@ -122,7 +130,7 @@ class Staging:
             assert memory is not None
             made = self._views[dtype.storage.char] = [
                 [memory.view(rank, turn * nbytes, nbytes // dtype.itemsize, dtype.storage) for rank in ranks]
-                for turn in range(_BUFFERS)
+                for turn in range(BUFFERS)
             ]
         return made
 
