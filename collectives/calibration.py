@@ -25,6 +25,7 @@ from mpi4py import MPI
 
 from .backends.tables import ALWAYS, Table, Tables, library, read_tables, user_folder, write_tables
 from .errors import ArgumentError
+from .native import VERSION, is_compiled
 from .timing import Group, measure
 
 CALIBRATE = "MPIDL_CALIBRATE"
@@ -62,12 +63,13 @@ def cache_path() -> Path:
 
 @cache
 def machine() -> str:
-    """The MPI library, the number of cores and the processor, by which calibrations are kept besides their layout."""
+    """The MPI library, cores, processor and version of the part in C, by which calibrations are kept beside layouts."""
+    in_c = f"C {VERSION}" if is_compiled() else "Python"
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         if found:
-            return f"{library()}, {os.cpu_count()} x {found[1]}"
-    return f"{library()}, {os.cpu_count()} x {platform.machine()}"
+            return f"{library()}, {os.cpu_count()} x {found[1]}, {in_c}"
+    return f"{library()}, {os.cpu_count()} x {platform.machine()}, {in_c}"
 
 
 def known(layout: str) -> Tables | None:

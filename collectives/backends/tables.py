@@ -24,6 +24,7 @@ from typing import Any
 from mpi4py import MPI
 
 from ..errors import ArgumentError
+from ..native import is_compiled
 from .backend import Backend, in_shared_memory
 
 TUNING = "MPIDL_TUNING"
@@ -38,7 +39,13 @@ def _up_to(limit: int) -> Table:
     return ((limit, LIBRARY), (ALWAYS, "symmetric"))
 
 
-# One node. The library's own is some microseconds of Python faster, and copies as often as `symmetric` in movements.
+def _but_from(first: int, last: int) -> Table:
+    """Shared memory, but the library's own above the first number of bytes, up to the last."""
+    return ((first, "symmetric"), (last, LIBRARY), (ALWAYS, "symmetric"))
+
+
+# One node. The library's own is some microseconds of Python faster where there is no part in C, and copies as often as
+# `symmetric` in movements.
 # Arrays in symmetric memory gain from less than other arrays do; a limit lies between what is best for both.
 _NODE: Tables = {
     "all_reduce": _up_to(128 << 10),
@@ -63,6 +70,8 @@ _MESSAGES: Tables = {
     "broadcast": ((8 << 20, "mpi"), (ALWAYS, "double_tree")),
     "reduce": ((1 << 20, "mpi"), (ALWAYS, "double_tree")),
 }
+# One node with a core for each rank: to meet in memory takes no longer than a message, and there is one copy less.
+_REDUCED_IN_MEMORY: Tables = dict.fromkeys(("all_reduce", "reduce_scatter", "reduce"), ((ALWAYS, "symmetric"),))
 # One node with more ranks than cores: they meet once in shared memory, where one that waits lets others run.
 _ON_CROWDED_NODE: Tables = {
     **_NODE,
@@ -70,17 +79,16 @@ _ON_CROWDED_NODE: Tables = {
     "reduce_scatter": ((ALWAYS, "symmetric"),),
     "all_gather": ((512 << 10, "symmetric"), (8 << 20, "mpi"), (ALWAYS, "symmetric")),
 }
-# By the library, and whether the ranks are more than the cores. With a core for each rank: where the mean of the ratios
-# of both kinds of arrays, with warm and with cold caches, goes through 1.
+# By the library, and whether the ranks are more than the cores; measured with the part in C. With a core for each rank:
+# where the mean of the ratios of both kinds of arrays, with warm and with cold caches, goes through 1.
 DEFAULTS: Mapping[tuple[str, bool], Tables] = {
     ("MPICH 5", False): {
-        "all_reduce": _up_to(8 << 10),
-        "reduce_scatter": _up_to(8 << 10),
-        "all_gather": _up_to(128 << 10),
-        "all_to_all": ((8 << 10, "mpi"), (128 << 10, "symmetric"), (512 << 10, "mpi"), (ALWAYS, "symmetric")),
-        "broadcast": _up_to(2 << 20),
-        "reduce": _up_to(8 << 10),
-        "scatter": _up_to(2 << 20),
+        **_REDUCED_IN_MEMORY,
+        "all_gather": ((ALWAYS, "symmetric"),),
+        "all_to_all": _but_from(128 << 10, 512 << 10),
+        "broadcast": _but_from(64 << 10, 2 << 20),
+        "gather": ((32 << 10, "symmetric"),),
+        "scatter": _but_from(128 << 10, 2 << 20),
     },
     ("MPICH 5", True): {
         **_ON_CROWDED_NODE,
@@ -88,23 +96,21 @@ DEFAULTS: Mapping[tuple[str, bool], Tables] = {
         "all_to_all": ((256 << 10, "symmetric"), (512 << 10, "mpi"), (ALWAYS, "symmetric")),
     },
     ("Open MPI 5", False): {
-        "all_reduce": _up_to(8 << 10),
-        "reduce_scatter": _up_to(8 << 10),
-        "all_gather": _up_to(2 << 20),
-        "all_to_all": _up_to(512 << 10),
-        "broadcast": _up_to(2 << 20),
-        "reduce": _up_to(64 << 10),
-        "scatter": _up_to(2 << 20),
+        **_REDUCED_IN_MEMORY,
+        "all_gather": _but_from(64 << 10, 2 << 20),
+        "all_to_all": _but_from(32 << 10, 512 << 10),
+        "broadcast": _but_from(16 << 10, 2 << 20),
+        "gather": ((64 << 10, "symmetric"),),
+        "scatter": _but_from(32 << 10, 2 << 20),
     },
     ("Open MPI 5", True): _ON_CROWDED_NODE,
     ("Intel MPI 2021", False): {
-        "all_reduce": _up_to(16 << 10),
-        "reduce_scatter": _up_to(32 << 10),
-        "all_gather": _up_to(1 << 20),
-        "all_to_all": _up_to(512 << 10),
-        "broadcast": _up_to(2 << 20),
-        "reduce": _up_to(64 << 10),
-        "scatter": _up_to(2 << 20),
+        **_REDUCED_IN_MEMORY,
+        "all_gather": _but_from(64 << 10, 1 << 20),
+        "all_to_all": _but_from(32 << 10, 512 << 10),
+        "broadcast": _but_from(16 << 10, 2 << 20),
+        "gather": ((16 << 10, "symmetric"),),
+        "scatter": _but_from(64 << 10, 2 << 20),
     },
     ("Intel MPI 2021", True): _ON_CROWDED_NODE,
 }
@@ -119,11 +125,12 @@ def library() -> str:
 
 
 def default_tables(mpi: str, nodes: int, local_size: int, crowded: bool) -> Tables | None:
-    """The default tables of a library for a layout; None where none was measured.
+    """The default tables of a library for a layout; None where none was measured, as without the part in C.
 
     crowded: whether the ranks of a node are more than its cores.
     """
-    return DEFAULTS.get((mpi, crowded)) if nodes == 1 and 1 < local_size <= _MEASURED_RANKS else None
+    is_measured = is_compiled() and nodes == 1 and 1 < local_size <= _MEASURED_RANKS
+    return DEFAULTS.get((mpi, crowded)) if is_measured else None
 
 
 def served_tables(backends: Mapping[str, Backend], defaults: Tables | None) -> dict[str, Table]:

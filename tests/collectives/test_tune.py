@@ -12,6 +12,7 @@ import pytest
 from mpi4py import MPI
 
 from collectives import ArgumentError, Communicator, OperationError
+from collectives.backends import tables
 from collectives.backends.backend import Backend
 from collectives.backends.dispatch import Dispatch
 from collectives.backends.hierarchical.hierarchy import Hierarchy
@@ -78,19 +79,22 @@ def test_what_is_measured_for_other_layouts_and_libraries_stays(tmp_path: Path) 
     assert chosen("all_reduce", "auto", FLOAT, 1 << 30) == "mpi"
 
 
-def test_defaults_go_by_the_library_and_whether_ranks_share_cores() -> None:
+def test_defaults_go_by_the_library_and_whether_ranks_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(mpi: str, ranks: int, nbytes: int, *, crowded: bool) -> str:
         defaults = default_tables(mpi, 1, ranks, crowded)
         return Selection(backends(Symmetric), {}, defaults).choose("all_gather", "auto", FLOAT, nbytes)
 
-    assert chosen("MPICH 5", 2, 1 << 10, crowded=False) == "mpi"
-    assert chosen("MPICH 5", 4, 1 << 10, crowded=True) == "symmetric"
+    monkeypatch.setattr(tables, "is_compiled", lambda: True)
+    assert chosen("MPICH 5", 2, 1 << 10, crowded=False) == "symmetric"
+    assert chosen("MPICH 5", 4, 1 << 20, crowded=True) == "mpi"
     assert chosen("MPICH 5", 2, 256 << 10, crowded=False) == "symmetric"
     assert chosen("Open MPI 5", 2, 256 << 10, crowded=False) == "mpi"
-    assert chosen("Intel MPI 2021", 2, 64 << 10, crowded=False) == "mpi"
+    assert chosen("Intel MPI 2021", 2, 128 << 10, crowded=False) == "mpi"
     assert chosen("another 1", 4, 64 << 10, crowded=True) == "mpi"
     assert default_tables("MPICH 4", 1, 2, False) is default_tables("MPICH 5", 1, 8, False) is None
     assert default_tables("MPICH 5", 2, 2, False) is None
+    monkeypatch.setattr(tables, "is_compiled", lambda: False)
+    assert default_tables("MPICH 5", 1, 2, False) is None, "measured with the part in C"
 
 
 @pytest.mark.thorough

@@ -93,13 +93,16 @@ def test_ranks_in_operations_of_one_kind_that_do_not_fit_are_named(job: Callable
 
 @pytest.mark.thorough
 def test_sizes_on_two_sides_of_a_limit_of_auto_are_named(job: Callable) -> None:
-    (limit, _), *_ = default_tables(library(), nodes=1, local_size=2, crowded=False)["reduce"]
+    tables = default_tables(library(), nodes=1, local_size=2, crowded=False)
+    if tables is None:
+        pytest.skip("there is no compiler, and so no default")
+    (limit, _), *_ = tables["broadcast"]
     size = int(limit) // 4
-    status, text, _ = job(f"comm.reduce(np.ones({size} + rank, np.float32))", 2, MPIDL_TIMEOUT="1.5")
+    status, text, _ = job(f"comm.broadcast(np.ones({size} + rank, np.float32))", 2, MPIDL_TIMEOUT="1.5")
     assert status != 0
     assert (
-        f"different operations: reduce sum of {size} float32 root 0 by mpi on rank 0, reduce sum of {size + 1} float32 "
-        "root 0 by symmetric on rank 1;" in text
+        f"different operations: broadcast of {size} float32 root 0 by symmetric on rank 0, broadcast of {size + 1} "
+        "float32 root 0 by mpi on rank 1;" in text
     ), text
 
 
