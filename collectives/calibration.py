@@ -63,7 +63,7 @@ def cache_path() -> Path:
 
 @cache
 def machine() -> str:
-    """The MPI library, cores, processor and version of the part in C, by which calibrations are kept beside layouts."""
+    """The MPI library, cores, processor and version of the part in C, by which calibrations are kept, and layout."""
     in_c = f"C {VERSION}" if is_compiled() else "Python"
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)

@@ -22,7 +22,7 @@ import importlib
 import os
 from types import ModuleType
 
-VERSION = 3  # of module.c; a module that was compiled from other sources than these is not used
+VERSION = 4  # of module.c; a module that was compiled from other sources than these is not used
 
 
 def _load() -> ModuleType | None:

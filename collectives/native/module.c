@@ -14,7 +14,7 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "compiled",
 PyMODINIT_FUNC PyInit_compiled(void)
 {
     PyObject *made = PyModule_Create(&module);
-    int failed = made == NULL || PyModule_AddIntConstant(made, "VERSION", 3) < 0 || intern_at_once() < 0 || intern_shortcut() < 0;
+    int failed = made == NULL || PyModule_AddIntConstant(made, "VERSION", 4) < 0 || intern_at_once() < 0 || intern_shortcut() < 0;
     PyTypeObject *types[] = {&AtOnceType, &MpiCallType, &NumbersType, &OneCopyType, &ShortcutType};
     for (size_t i = 0; i < sizeof types / sizeof *types && !failed; i++)
         failed = PyModule_AddType(made, types[i]) < 0;

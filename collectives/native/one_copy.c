@@ -4,7 +4,9 @@
 
        slow()        the whole operation, in Python
        go_on(turn)   what follows the meeting of that turn, in Python
-       known()       what the Operation has worked out, of which copies and sums are then made from here; or None */
+       known()       what the Operation has worked out, of which copies and sums are then made from here; or None
+
+   A program that was worked out for one buffer of the scratch is that for the others at other addresses. */
 
 #include "native.h"
 
@@ -34,7 +36,8 @@ typedef struct {
     Numbers *numbers;
     Py_buffer memory, turn, met, staging;
     Py_ssize_t heads[TURNS], ranges[TURNS], rank, row, heads_size, ranges_size;
-    int calls;               /* made in Python, until it is known */
+    Py_ssize_t scratch_size, stride, buffer_size; /* of the scratch: in all, of a rank's part, of a buffer of it */
+    intptr_t scratch;        /* its address; 0 while there is none */
     PyObject *seen;          /* all ranks' rows, of the operation that is known; NULL where none is */
     PyObject *rows[2];       /* this rank's, without and with its first chunk in the scratch */
     PyObject *own_ranges;
@@ -157,6 +160,47 @@ static int read_program(Program *p, PyObject *given)
     return 0;
 }
 
+/* The address in another buffer of the scratch, so many further; itself where it does not lie in the scratch. */
+static void *moved(const OneCopy *o, const void *address, int buffers)
+{
+    Py_ssize_t place = (intptr_t)address - o->scratch, in_part = o->stride ? place % o->stride : 0;
+    if (o->scratch == 0 || place < 0 || place >= o->scratch_size || in_part >= BUFFERS * o->buffer_size)
+        return (void *)address;
+    Py_ssize_t then = (in_part + buffers * o->buffer_size) % (BUFFERS * o->buffer_size);
+    return (void *)(o->scratch + place - in_part + then);
+}
+
+/* Makes a program from that for the buffer so many before; none where it calls functions, which have arrays. */
+static int move_program(const OneCopy *o, Program *p, const Program *from, int buffers)
+{
+    for (Py_ssize_t i = 0; i < from->count; i++)
+        if (from->steps[i].kind == CALL)
+            return 0;
+    p->steps = PyMem_Calloc((size_t)from->count + 1, sizeof(Step));
+    if (p->steps == NULL)
+        return PyErr_NoMemory() == NULL ? -1 : 0;
+    p->kept = Py_NewRef(from->kept), p->count = from->count;
+    for (Py_ssize_t i = 0; i < p->count; i++) {
+        p->steps[i] = from->steps[i];
+        p->steps[i].out = moved(o, p->steps[i].out, buffers);
+        p->steps[i].a = moved(o, p->steps[i].a, buffers);
+        p->steps[i].b = moved(o, p->steps[i].b, buffers);
+    }
+    return 0;
+}
+
+/* Makes the programs for the buffers for which none was worked out from one for which one was. */
+static int complete(const OneCopy *o, Program *programs)
+{
+    int from = 0;
+    while (from < BUFFERS && programs[from].kept == NULL)
+        from++;
+    for (int i = 0; from < BUFFERS && i < BUFFERS; i++)
+        if (programs[i].kept == NULL && move_program(o, &programs[i], &programs[from], i + BUFFERS - from) < 0)
+            return -1;
+    return 0;
+}
+
 static void forget(OneCopy *o)
 {
     for (int i = 0; i < BUFFERS; i++) {
@@ -174,17 +218,16 @@ static void forget(OneCopy *o)
 static int learn(OneCopy *o)
 {
     forget(o);
-    if (o->calls++ == 0) /* an operation that is made once need not be known */
-        return 0;
     PyObject *known = PyObject_CallNoArgs(o->known), *seen, *filling[BUFFERS], *staged[BUFFERS], *program;
     if (known == NULL || known == Py_None) {
         Py_XDECREF(known);
         return known == NULL ? -1 : 0;
     }
-    int failed = !PyArg_ParseTuple(known, "O!O!O!O!O!pip(OOO)(OOO)O", &PyBytes_Type, &seen, &PyBytes_Type, &o->rows[0],
+    int failed = !PyArg_ParseTuple(known, "O!O!O!O!O!pip(OOO)(OOO)O(nnnn)", &PyBytes_Type, &seen, &PyBytes_Type, &o->rows[0],
                                    &PyBytes_Type, &o->rows[1], &PyBytes_Type, &o->own_ranges, &PyTuple_Type,
                                    &o->memories, &o->may_fill, &o->chunks, &o->staged, &filling[0], &filling[1],
-                                   &filling[2], &staged[0], &staged[1], &staged[2], &program);
+                                   &filling[2], &staged[0], &staged[1], &staged[2], &program, &o->scratch,
+                                   &o->scratch_size, &o->stride, &o->buffer_size);
     if (!failed) {
         Py_INCREF(o->rows[0]), Py_INCREF(o->rows[1]), Py_INCREF(o->own_ranges), Py_INCREF(o->memories);
         Py_ssize_t ranges = PyBytes_GET_SIZE(o->own_ranges);
@@ -192,7 +235,8 @@ static int learn(OneCopy *o)
                  PyBytes_GET_SIZE(seen) != o->heads_size + (ranges ? o->ranges_size : 0);
         for (int i = 0; i < BUFFERS && !failed; i++)
             failed = read_program(&o->filling[i], filling[i]) < 0 || read_program(&o->staged_program[i], staged[i]) < 0;
-        failed = failed || read_program(&o->program, program) < 0;
+        failed = failed || read_program(&o->program, program) < 0 || complete(o, o->filling) < 0 ||
+                 complete(o, o->staged_program) < 0;
         if (failed && !PyErr_Occurred())
             PyErr_SetString(PyExc_ValueError, "known: got other sizes, or something that is no step");
     } else {

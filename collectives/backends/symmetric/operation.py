@@ -97,7 +97,7 @@ class Operation(MeetsInMemory):
     def _work_out(self, seen: bytes) -> Program:
         x, out = (None if memory is None else memory() for memory in self._memories)
         meeting = Meeting(seen, self._group.meetings.names, x, out, moves=bool(self._ranges))
-        self._stages.forget()
+        self._stages.programs.clear()
         program = self._make_program(meeting)
         if program is None:
             return [(self._staging.run, (self._stages, self._dtype, meeting.filled))]
@@ -147,4 +147,5 @@ class Operation(MeetsInMemory):
             tuple(into(stages.fillings.get(buffer)) for buffer in buffers),
             tuple(into(stages.programs.get(buffer)) for buffer in buffers),
             into(program),
+            self._staging.places(),
         )

@@ -38,18 +38,14 @@ _KEPT_CHUNKS = 64  # of an operation, whose calls are kept for the next time
 class Stages:
     """The steps done with each chunk, one after the other: step(chunk, every rank's buffer for it) gives its calls.
 
-    fillings, programs: calls that were worked out, by the buffer that the first chunk goes to.
+    fillings, programs: calls that were worked out, by the buffer that the first chunk goes to; `programs` for the rows of
+        the last meeting.
     """
 
     chunks: int
     steps: list[Callable[[int, list[Array]], Program]]
     fillings: dict[int, Program] = field(default_factory=dict)
     programs: dict[int, Program] = field(default_factory=dict)
-
-    def forget(self) -> None:
-        """Forgets all calls, as the operation has changed."""
-        self.fillings.clear()
-        self.programs.clear()
 
 
 class Staging:
@@ -81,6 +77,11 @@ class Staging:
             self._memory = self._allocator.allocate(BUFFERS * self.chunk_bytes, optional=self._optional)
             self._tried, self.words[1] = True, self._memory is not None
         return self.is_ready
+
+    def places(self) -> tuple[int, int, int, int]:
+        """Returns the scratch's address and bytes, the bytes of a rank's part, and of a buffer of it; 0 without any."""
+        memory = self._memory
+        return (0, 0, 0, 0) if memory is None else (memory.address, len(memory), memory.stride, self.chunk_bytes)
 
     def fill(self, stages: Stages, dtype: DType) -> None:
         """Copies the first chunk in, before the ranks meet."""
