@@ -22,8 +22,6 @@ from ..process.idle_wait import collective
 from .backend import Backend, Call, Resources
 from .mpi_functions import COUNTS, NOTHING, Finish, from_c
 
-_SMALL = 1 << 16  # bytes that a prepared call may keep
-
 _NUMERIC = {"sum": MPI.SUM, "avg": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
 _OPERATORS = {**_NUMERIC, "band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}
 _NUMERIC_ON_BOOL = {"sum": MPI.LOR, "max": MPI.LOR, "min": MPI.LAND, "prod": MPI.LAND}
@@ -39,6 +37,7 @@ class Library(Backend):
     def __init__(self, comm: MPI.Intracomm, over_nodes: bool = False) -> None:
         self._comm, self._over_nodes = comm, over_nodes
         self._silently = silent()
+        self._unused = np.empty(0, np.uint8)  # where rank 0 of an exscan has no result
 
     @classmethod
     def of_group(cls, resources: Resources) -> Library:
@@ -119,16 +118,16 @@ class Library(Backend):
         return self._collective("Scan", MPI.IN_PLACE, _elements(x), _operator(op, x.dtype))
 
     def exscan(self, x: Buffer, op: Reduction) -> Call:
-        """MPI_Exscan, in place; on rank 0 MPI leaves open what is there then, so that it is given other memory."""
+        """MPI_Exscan, in place; on rank 0 MPI leaves open what is there then, so that it is given other memory.
+
+        One for all calls, which no library fills, so that it has no pages.
+        """
         operator = _operator(op, x.dtype)
         if self._comm.rank:
             return self._collective("Exscan", MPI.IN_PLACE, _elements(x), operator)
-
-        def call() -> Call:
-            unused = np.empty_like(x.flat)  # which no library fills, so that large memory costs nothing
-            return self._collective("Exscan", _elements(x), [unused, datatype(x.dtype)], operator)
-
-        return call() if x.nbytes <= _SMALL else lambda: call()()
+        if x.nbytes > self._unused.nbytes:
+            self._unused = np.empty(x.nbytes, np.uint8)
+        return self._collective("Exscan", _elements(x), [self._unused[: x.nbytes], datatype(x.dtype)], operator)
 
     def barrier(self) -> Call:
         """MPI_Barrier."""

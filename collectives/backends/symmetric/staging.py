@@ -38,7 +38,7 @@ _KEPT_CHUNKS = 64  # of an operation, whose calls are kept for the next time
 class Stages:
     """The steps done with each chunk, one after the other: step(chunk, every rank's buffer for it) gives its calls.
 
-    fillings, programs: calls that were worked out, by the buffer that the first chunk goes to; `programs` for the rows of
+    fillings, programs: calls that were worked out, by the buffer that the first chunk goes to; programs for the rows of
         the last meeting.
     """
 
