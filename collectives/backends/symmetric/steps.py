@@ -17,7 +17,6 @@ Step = tuple[Any, ...]
 CALL, COPY, ADD, MULTIPLY, DIVIDE, MEET = range(6)  # as in one_copy.c
 _WITH_NUMBER: dict[Any, int] = {np.multiply: MULTIPLY, np.divide: DIVIDE}
 _FLOATS = ("f4", "f8")
-_SUMMED = 64 << 10  # bytes, above which numpy's own loops are so much faster that its call is worth it
 
 
 def steps(program: Program | None, barrier: Function, around: Runner | None) -> list[Step] | None:
@@ -52,7 +51,7 @@ def _step(function: Callable[..., Any], arguments: tuple[Any, ...], barrier: Fun
 
 
 def _is_summed(out: Any) -> bool:
-    return out.dtype.str[1:] in _FLOATS and out.dtype.isnative and out.nbytes <= _SUMMED
+    return out.dtype.str[1:] in _FLOATS and out.dtype.isnative
 
 
 def _alike(first: Any, second: Any) -> bool:
