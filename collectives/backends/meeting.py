@@ -15,6 +15,7 @@ import zlib
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -164,11 +165,11 @@ class Meetings:
         memory = self._memory
         return memory[self._heads[turn]] + memory[self._ranges[turn]] if with_ranges else memory[self._heads[turn]]
 
-    @property
+    @cached_property
     def in_c(self) -> dict[str, Any] | None:
         """The arguments of `native.OneCopy` with which it meets as these do; None where it cannot."""
         barrier = self.barrier.in_c if isinstance(self.barrier, Barrier) else None
-        if compiled is None or barrier is None:
+        if barrier is None:
             return None
         heads, ranges = (tuple(piece.start for piece in pieces) for pieces in (self._heads, self._ranges))
         places = {"heads": heads, "ranges": ranges, "rank": self.rank, "row": _ROW.size, "ranks": self.ranks}

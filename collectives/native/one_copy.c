@@ -10,9 +10,9 @@
 
 #include "native.h"
 
-enum { CALL, COPY, ADD, MULTIPLY, DIVIDE, MEET, KINDS }; /* of steps, as in backends/symmetric/steps.py */
-enum { TURNS = 2, BUFFERS = 3 };                         /* of meetings, and of the scratch */
-enum { LARGE = 16 << 10 };                               /* bytes, above which other threads go on meanwhile */
+enum { CALL, COPY, ADD, MULTIPLY, DIVIDE, MEET }; /* of steps, as in backends/symmetric/steps.py */
+enum { TURNS = 2, BUFFERS = 3 };                  /* of meetings, and of the scratch */
+enum { LARGE = 16 << 10 };                        /* bytes, above which other threads go on meanwhile */
 
 typedef struct {
     int kind, width;

@@ -107,8 +107,10 @@ class Operation(MeetsInMemory):
 
     def from_c(self, around: Runner | None) -> Callable[[], None] | None:
         """Makes the same call from C, for small operations, in which Python takes longer than the bytes."""
+        if compiled is None or self._nbytes > _FROM_C or type(self._group.processor) is not Processor:
+            return None
         places = self._group.meetings.in_c
-        if compiled is None or places is None or self._nbytes > _FROM_C or type(self._group.processor) is not Processor:
+        if places is None:
             return None
         made: Callable[[], None] = compiled.OneCopy(
             slow=partial(around, self) if around else self,

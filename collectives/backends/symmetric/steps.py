@@ -30,7 +30,7 @@ def steps(program: Program | None, barrier: Function, around: Runner | None) -> 
     return None if program is None else [_step(*call, barrier, around) for call in program]
 
 
-def _step(function: Callable[..., Any], arguments: tuple[Any, ...], barrier: Function, around: Runner | None) -> Step:
+def _step(function: Function, arguments: tuple[Any, ...], barrier: Function, around: Runner | None) -> Step:
     if function is barrier:
         return (MEET,)
     if getattr(function, "__func__", function) in (Processor.copy, np.copyto):
