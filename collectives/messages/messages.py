@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from ..backends.cuda.messages import HostSide
 from ..base import buffers
 from ..base.arguments import integer, refuse_overlap, wrong_type
 from ..base.buffers import Buffer, DeviceBuffer
@@ -22,6 +21,9 @@ from ..runtime.progress import Work
 from ..runtime.watchdog import TAGS
 from .channels import Channels
 from .message import INLINE_BYTES, Header, Message, Receiving, Sending, begin_in_turn, poll, under_way
+
+if TYPE_CHECKING:
+    from ..backends.cuda.messages import HostSide
 
 _LARGEST_TAG = min(TAGS) - 1
 _MOMENT = 1e-3  # seconds
@@ -240,6 +242,8 @@ class Messages:
 
     def _host_side(self, data: DeviceBuffer) -> HostSide:
         if data.device not in self._host_sides:
+            from ..backends.cuda.messages import HostSide
+
             self._host_sides[data.device] = HostSide(data.device)
         return self._host_sides[data.device]
 
