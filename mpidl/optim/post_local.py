@@ -253,7 +253,11 @@ class PostLocalSGDState:
 
 
 def post_local_sgd_hook(state: PostLocalSGDState, bucket: GradBucket) -> Handle:
-    """DDP's communication hook: averages a bucket over all ranks before `start_step`, over the local group later."""
+    """DDP's communication hook: averages a bucket over all ranks before `start_step`, over the local group later.
+
+    Raises ConfigurationError where the wrapper averages over other ranks than the state's.
+    """
+    bucket.refuse_other_ranks("PostLocalSGDState", state.process_group)
     group = state.process_group if state.steps < state.start_step else state.local_group
     if bucket.is_last():
         state.pass_ends()

@@ -270,3 +270,15 @@ def test_ranks_without_batches_are_refused(comm) -> None:
     model.register_comm_hook(state, post_local_sgd_hook)
     with pytest.raises(ConfigurationError, match="join: got a hook with PostLocalSGDState, which needs all ranks"):
         model.join().__enter__()
+
+
+def test_a_wrapper_over_other_ranks_is_refused(comm) -> None:
+    if comm.size == 1:
+        return
+    with comm.split(comm.rank) as alone:
+        model = mpidl.DistributedDataParallel(nn.Linear(2, 2), process_group=alone)
+        model.register_comm_hook(PostLocalSGDState(comm, start_step=1), post_local_sgd_hook)
+        with pytest.raises(
+            ConfigurationError, match=r"PostLocalSGDState: its process_group has ranks 0, 1.* has \d; ne"
+        ):
+            model(torch.ones(1, 2)).sum().backward()
