@@ -10,6 +10,7 @@ from .backend import Backend, Resources
 from .mpi import Library
 from .schedule_backend import ScheduleBackend
 from .symmetric.backend import Symmetric
+from .symmetric_or_mpi import SymmetricOrLibrary
 
 
 def _hierarchical(resources: Resources) -> Backend | None:
@@ -32,5 +33,11 @@ MAKERS: tuple[Callable[[Resources], Backend | None], ...] = (
 
 def make_backends(resources: Resources) -> dict[str, Backend]:
     """All backends that a group has, in the order of MAKERS. Collective."""
-    made = [make(resources) for make in MAKERS]
-    return {backend.name: backend for backend in made if backend is not None}
+    made: dict[str, Backend] = {}
+    for make in MAKERS:
+        backend = make(resources)
+        if backend is not None:
+            made[backend.name] = backend
+        if isinstance(backend, Symmetric):
+            made[SymmetricOrLibrary.name] = SymmetricOrLibrary(backend, Library.of_group(resources))
+    return made

@@ -32,7 +32,7 @@ from .operations import PREFIXES, Case
 
 Call = Callable[[], Any]
 BUFFERS = ("user", "symmetric")
-COMPOSED = ("symmetric", "hierarchical")
+COMPOSED = ("symmetric", "symmetric_or_mpi", "hierarchical")
 ALGORITHM_NAMES = ("auto", *COMPOSED, *sorted({name for family in ALGORITHMS.values() for name in family}))
 PEERS = ("mpi", "gloo", "copy")  # that have one kind of arrays only
 NAMES = {"cpu": (*ALGORITHM_NAMES, KERNEL, *PEERS), "cuda": (*TRANSPORTS, *PEERS, "nccl")}

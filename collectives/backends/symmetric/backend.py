@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ...base.buffers import Buffer, DeviceBuffer
 from ...base.reduction import Reduction
@@ -12,9 +13,11 @@ from ...process.topology import Topology
 from ..backend import Backend, Resources
 from .group import Group, StagedSizes
 from .movements import Movements
-from .partitioned import PartitionedReduction, Pool, position_of
 from .processor import Processor
 from .reductions import Reductions
+
+if TYPE_CHECKING:  # at run time with the first reduction of parts
+    from .partitioned import PartitionedReduction, Pool
 
 # Bytes of an operation. Up to so many, and so many of all ranks together, it costs less to reduce all of it than to
 # meet once more. Private arrays that fit into one chunk go through the scratch, as the kernel's copies cost more than
@@ -80,6 +83,8 @@ class Symmetric(Reductions, Movements, Backend):
         have = self._resources
         if have is None or not have.topology.full or not ORDERED or self.ranks == 1:
             return None
+        from .partitioned import PartitionedReduction, Pool, position_of
+
         own = [None if isinstance(data, DeviceBuffer) else position_of(data, have.allocator) for data in parts]
         found = have.comm.allgather((op.name, own))
         described = [(name, [part and part._replace(start=0) for part in places]) for name, places in found]

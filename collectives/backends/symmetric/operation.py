@@ -62,7 +62,14 @@ class Operation(MeetsInMemory):
         result = out or private_out
         self._addresses = (x.address if x else 0, result.address if result else 0)
         self._ranges = b"" if movement is None else group.meetings.pack_ranges(movement.leaving, movement.arriving)
+        self._otherwise: Callable[[], None] | None = None
         self._find()
+
+    def or_else(self, call: Callable[[], None]) -> Operation:
+        """Makes it the given call where not all arrays are symmetric; returns itself."""
+        self._otherwise = call
+        self._find()
+        return self
 
     def _find(self) -> None:
         """Finds the arrays' allocations. Holds them weakly: the arrays keep the memory."""
@@ -73,7 +80,8 @@ class Operation(MeetsInMemory):
             self._group.meetings.pack(self._entry, found[0], found[1], self._addresses, filled)
             for filled in (False, True)
         ]
-        self._may_fill = self._group.may_stage(self._entry.operation, self._nbytes, symmetric=self._is_symmetric)
+        may = self._group.may_stage(self._entry.operation, self._nbytes, symmetric=self._is_symmetric)
+        self._may_fill = may and (self._is_symmetric or self._otherwise is None)
         self._seen = b""
         self._program: Program = []
 
@@ -98,6 +106,8 @@ class Operation(MeetsInMemory):
         x, out = (None if memory is None else memory() for memory in self._memories)
         meeting = Meeting(seen, self._group.meetings.names, x, out, moves=bool(self._ranges))
         self._stages.programs.clear()
+        if self._otherwise is not None and not (meeting.pull or meeting.push or meeting.shared):
+            return [(self._otherwise, ())]
         program = self._make_program(meeting)
         if program is None:
             return [(self._staging.run, (self._stages, self._dtype, meeting.filled))]
@@ -107,7 +117,8 @@ class Operation(MeetsInMemory):
 
     def from_c(self, around: Runner | None) -> Callable[[], None] | None:
         """Makes the same call from C, for small operations, in which Python takes longer than the bytes."""
-        if compiled is None or self._nbytes > _FROM_C or type(self._group.processor) is not Processor:
+        is_large = self._nbytes > _FROM_C and self._otherwise is None
+        if compiled is None or is_large or type(self._group.processor) is not Processor:
             return None
         places = self._group.meetings.in_c
         if places is None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from collectives import Communicator, MismatchError, PremulSum, even_counts
+from collectives.backends.mpi import Library
 
 pytestmark = [pytest.mark.mpi, pytest.mark.one_node]
 
@@ -45,7 +46,17 @@ def given(size: int, rank: int, number: int, dtype: torch.dtype) -> torch.Tensor
 class Repeated:
     """One operation on arrays of its own. Its input is filled anew each time, and its result compared."""
 
-    def __init__(self, node: Communicator, make: Make, operation: str, size: int, dtype: torch.dtype, op: Any) -> None:
+    def __init__(
+        self,
+        node: Communicator,
+        make: Make,
+        operation: str,
+        size: int,
+        dtype: torch.dtype,
+        op: Any,
+        algorithm: str = "symmetric",
+    ) -> None:
+        self.algorithm = algorithm
         self.node, self.operation, self.size, self.dtype, self.op = node, operation, size, dtype, op
         counts = even_counts(size, node.size)
         self.counts = counts
@@ -59,7 +70,7 @@ class Repeated:
         self.issue = self._issued()
 
     def _issued(self) -> Callable[[], Any]:
-        node, x, out, options = self.node, self.x, self.out, {"algorithm": "symmetric"}
+        node, x, out, options = self.node, self.x, self.out, {"algorithm": self.algorithm}
         match self.operation:
             case "all_reduce":
                 return lambda: node.all_reduce(x, self.op, **options)
@@ -134,6 +145,51 @@ def test_movements_are_right_each_time(node: Communicator, make: Make, dtype: st
             repeated = Repeated(node, make, operation, size, getattr(torch, dtype), "sum")
             for number in range(TIMES):
                 repeated.run(number)
+
+
+@pytest.mark.parametrize("where", ["private", "symmetric", "symmetric on even ranks", "symmetric in turn"])
+def test_one_copy_or_the_librarys_own(node: Communicator, where: str) -> None:
+    """Whatever arrays the others have, and as they change."""
+
+    def make(size: int, dtype: torch.dtype) -> torch.Tensor:
+        found = node.empty(size, dtype)  # on every rank
+        is_symmetric = {"private": False, "symmetric": True}.get(where, node.rank % 2 == 0)
+        return found if is_symmetric else torch.empty(size, dtype=dtype)
+
+    either = "symmetric_or_mpi"
+    for operation in (*REDUCTIONS, *MOVEMENTS):
+        for size in (1, 259, 30_001, 300_007):
+            repeated = Repeated(node, make, operation, size, torch.float32, "sum", either)
+            other = Repeated(node, node.empty, operation, size, torch.float32, "sum", either)
+            for number in range(TIMES):
+                repeated.run(number)
+                if where == "symmetric in turn":
+                    other.run(number)
+
+
+def test_the_librarys_own_is_called_for_private_arrays_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    prepare = Library.all_gather
+
+    def counted(self: Library, out: Any, x: Any, counts: Any) -> Callable[[], None]:
+        call = prepare(self, out, x, counts)
+
+        def run() -> None:
+            calls.append("all_gather")
+            call()
+
+        return run
+
+    monkeypatch.setattr(Library, "all_gather", counted)
+    with Communicator() as node:
+        symmetric = node.empty(5, torch.float32), node.empty(5 * node.size, torch.float32)
+        private = torch.empty(5), torch.empty(5 * node.size)
+        for x, out, times in ((*symmetric, 0), (*private, TIMES), (symmetric[0], private[1], 0)):
+            for number in range(TIMES):
+                node.all_gather(out, x.fill_(node.rank + number), algorithm="symmetric_or_mpi")
+                assert out[::5].tolist() == [rank + number for rank in range(node.size)]
+            assert node.size == 1 or len(calls) == times  # a rank alone has no symmetric memory
+            calls.clear()
 
 
 def test_many_that_take_turns_leave_each_others_buffers_alone(node: Communicator, make: Make) -> None:
