@@ -34,6 +34,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
 }
 BITWISE = frozenset({"band", "bor", "bxor"})
 OPERATIONS = frozenset({"all_reduce", "reduce_scatter", "reduce", "scan", "exscan"})  # that take an operator
+PREFIXES = ("scan", "exscan")  # which reduce on each rank another number of inputs
 _NAMES = "sum, avg, min, max, prod, band, bor, bxor, PremulSum(factor)"
 
 

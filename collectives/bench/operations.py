@@ -71,7 +71,6 @@ OPERATIONS = {
     )
 }
 USUAL_OPERATIONS = tuple(OPERATIONS)[:4]
-PREFIXES = ("scan", "exscan")  # no average, and no peer has them but MPI
 OPERATORS = ("sum", "prod", "min", "max", "avg")
 # nccl-tests' own names for some.
 TYPES = {"float": "float32", "double": "float64", "half": "float16"}

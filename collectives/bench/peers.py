@@ -15,9 +15,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..base.reduction import PREFIXES
 from ..communicator import Communicator
 from .buffers import Arrays
-from .operations import PREFIXES, Case
+from .operations import Case
 
 _OPERATORS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg": "AVG", "none": "SUM"}
 

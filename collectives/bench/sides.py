@@ -23,12 +23,13 @@ from mpi4py import MPI
 from ..backends.cuda.transports import TRANSPORTS
 from ..backends.mpi import datatype
 from ..base.buffers import describe
+from ..base.reduction import PREFIXES
 from ..communicator import Communicator
 from ..schedules.algorithms import ALGORITHMS
 from . import gpu_limits
 from .buffers import Arrays
 from .device import KERNEL, Device
-from .operations import PREFIXES, Case
+from .operations import Case
 
 Call = Callable[[], Any]
 BUFFERS = ("user", "symmetric")

@@ -98,7 +98,7 @@ def test_reduce_changes_the_root_only(comm: Communicator, op: str, algorithm: st
         assert_equal(x, expected if comm.rank == root else before, what)
 
 
-@pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["scan"], "mpi"])
+@pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["scan"], "composed", "mpi"])
 @pytest.mark.parametrize("op", [*(op for op in OPERATORS if op != "avg"), "bxor"])
 def test_prefixes(comm: Communicator, op: str, algorithm: str) -> None:
     for dtype in dtypes(algorithm):
@@ -108,10 +108,10 @@ def test_prefixes(comm: Communicator, op: str, algorithm: str) -> None:
             inputs = [values(size, rank, dtype) for rank in range(comm.size)]
             what = f"{op} {algorithm} {dtype} [{size}]"
             x = inputs[comm.rank].clone()
-            comm.scan(x, op, algorithm=algorithm)
+            comm.scan(x, op, algorithm=named(comm, "scan", algorithm))
             assert_equal(x, reduced(inputs[: comm.rank + 1], op), f"scan {what}")
             x = inputs[comm.rank].clone()
-            comm.exscan(x, op, algorithm=algorithm)
+            comm.exscan(x, op, algorithm=named(comm, "exscan", algorithm))
             assert_equal(x, reduced(inputs[: comm.rank], op) if comm.rank else inputs[0], f"exscan {what}")
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ...base.buffers import DType, address
-from ...base.reduction import Call, Reduction
+from ...base.reduction import PREFIXES, Call, Reduction
 from ...process.topology import names
 from ..meeting import Meetings
 from ..symmetric.backend import Symmetric
@@ -85,7 +85,8 @@ class Ipc:
 
     def serves(self, operation: str, algorithm: str) -> bool:
         """Implements `Transport.serves`."""
-        return algorithm in ("auto", Symmetric.name) and self._symmetric.serves(operation)
+        serves = self._symmetric.serves(operation) and operation not in PREFIXES  # as the leader reduces for all alike
+        return serves and algorithm in ("auto", Symmetric.name)
 
     def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Enqueue:
         """Implements `Transport.prepare`."""

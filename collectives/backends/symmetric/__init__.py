@@ -17,7 +17,8 @@ in private arrays, a rank copies and adds:
 
 Copies by the Linux kernel take two to three times as long: it looks up each page, and each piece is a system call. In
 slices there is a barrier for each chunk and one more. Whole, there is one in all, so this way is for small arrays,
-symmetric ones too, as pull and push take two.
+symmetric ones too, as pull and push take two. scan and exscan are staged at any size, as a rank's result takes the place
+of an input that others read.
 
 Contributions are added in the order of ranks, ((x0 + x1) + x2) + ..., however the data is cut; fp16 and bf16 are added
 in fp32 and rounded once. So slices, chunks and packing change no result, and the bits are the same on every rank.
@@ -28,7 +29,7 @@ that is run again is carried out from C (`native.OneCopy`), which makes its meet
 
     backend      the operations, as a `Backend`; `group`: the state that they share
     operation    from the ranks' meeting (`backends.meeting`) to the calls; `steps`: the calls for the part in C
-    reductions   all_reduce, reduce, reduce_scatter; `movements`: the other operations
+    reductions   all_reduce, reduce, reduce_scatter, scan, exscan; `movements`: the other operations
     staging      the staged way; `processor`: what copies and reduces, here the host
     partitioned  an all-reduce of arrays that are handed in one by one; `tickets`: who reduces which chunk
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ...base.buffers import Buffer, DeviceBuffer
-from ...base.reduction import Reduction
+from ...base.buffers import Buffer, DeviceBuffer, DType
+from ...base.reduction import PREFIXES, Reduction
 from ...memory.counters import ORDERED
 from ...memory.peer_memory import connect
 from ...process.topology import Topology
@@ -72,6 +72,12 @@ class Symmetric(Reductions, Movements, Backend):
         processor = Processor(chunk_bytes(topology))
         staged = staged_sizes(topology) if resources.stages else StagedSizes()
         return cls(resources.meetings, resources.allocator, connect(topology.node), processor, staged)
+
+    def suits(self, operation: str, dtype: DType, elements: int, op: Reduction | None, even: bool) -> bool:
+        """Declines scan and exscan, which need the scratch, where it is spared."""
+        return super().suits(operation, dtype, elements, op, even) and (
+            operation not in PREFIXES or self.staged.whole > 0
+        )
 
     @property
     def reaches_arrays(self) -> bool:

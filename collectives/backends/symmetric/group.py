@@ -11,7 +11,7 @@ import numpy as np
 
 from ...base.buffers import DTYPES, Buffer, address, unowned
 from ...base.partition import even_counts
-from ...base.reduction import Call, Reduction
+from ...base.reduction import PREFIXES, Call, Reduction
 from ...memory.peer_memory import PeerMemory
 from ...memory.shared_memory import Allocator, SharedMemory
 from ..meeting import Entry, Meeting, Meetings, Ranges
@@ -84,6 +84,8 @@ class Group:
         symmetric: whether the ranks' arrays are.
         """
         sizes = self.staged
+        if operation in PREFIXES:  # results take the place of inputs that others need
+            return True
         if symmetric:
             return nbytes <= sizes.symmetric
         if operation in ("all_reduce", "reduce"):

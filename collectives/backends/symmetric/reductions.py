@@ -1,4 +1,4 @@
-"""One-copy all_reduce, reduce and reduce_scatter."""
+"""One-copy all_reduce, reduce, reduce_scatter, scan and exscan."""
 
 from __future__ import annotations
 
@@ -139,6 +139,52 @@ class Reductions(Group):
 
         stages = Stages(-(-max(counts) // size), [copy_in, work])
         return Operation(self, entry, x, None, stages, program, private_out=out)
+
+    def scan(self, x: Buffer, op: Reduction) -> Operation:
+        """Each rank reduces the inputs of the ranks up to itself."""
+        return self._prefix("scan", x, op, self.rank + 1)
+
+    def exscan(self, x: Buffer, op: Reduction) -> Operation:
+        """Each rank reduces the inputs of the ranks before it."""
+        return self._prefix("exscan", x, op, self.rank)
+
+    def _prefix(self, operation: str, x: Buffer, op: Reduction, count: int) -> Operation:
+        """Each rank reduces the first `count` ranks' inputs; through the scratch, as results take the inputs' place."""
+        entry, me, is_last = entry_of(operation, x, op, elements=x.size), self.rank, self.rank == self.ranks - 1
+        size = self.staging_of(entry).chunk_bytes // x.dtype.itemsize
+        factors = [op.factor] * self.ranks
+
+        def calls(inputs: list[Array], out: Array) -> Program:
+            if not inputs or (operation == "scan" and count == 1 and not op.premultiplied):
+                return []  # x stays as it is
+            return self.processor.calls(op, inputs, [out], x.dtype, factors)
+
+        def copy_in(chunk: int, scratch: list[Array]) -> Program:
+            part = x.flat[chunk * size : (chunk + 1) * size]
+            return [] if is_last else [(self.processor.copy, (scratch[me][: part.size], part))]
+
+        def work(chunk: int, scratch: list[Array]) -> Program:
+            part = x.flat[chunk * size : (chunk + 1) * size]
+            return calls([part if rank == me else scratch[rank][: part.size] for rank in range(count)], part)
+
+        def program(meeting: Meeting) -> Program | None:
+            factors[:] = meeting.factors
+            if self.staging_of(entry).is_possible():
+                return None
+            assert self._peers is not None
+            itemsize, places, take = x.dtype.itemsize, meeting.addresses(outputs=False), self.processor.blocks.take
+            blocks = [take(f"rank {rank}", _DIRECT_BLOCK).view(x.dtype.storage) for rank in range(count)]
+            steps: Program = []
+            for low in range(0, x.size, _DIRECT_BLOCK // itemsize):
+                part = x.flat[low : low + _DIRECT_BLOCK // itemsize]
+                inputs = [part if rank == me else blocks[rank][: part.size] for rank in range(count)]
+                for rank, read in enumerate(inputs):
+                    if rank != me:
+                        steps.append(self._peers.read(rank, places[rank] + low * itemsize, read))
+                steps += [self._barrier, *calls(inputs, part)]
+            return steps
+
+        return Operation(self, entry, x, None, Stages(-(-x.size // size), [copy_in, work]), program)
 
     def _all_parts(
         self, arrays: list[Array], starts: Sequence[int], op: Reduction, dtype: DType, factors: Sequence[float]

@@ -41,7 +41,7 @@ def test_algorithms_are_those_that_backends_serve(comm: Communicator) -> None:
     known = ("symmetric", "symmetric_or_mpi", "hierarchical")
     shared = [name for name in known if name in comm.algorithms("all_reduce")]
     for operation, makers in ALGORITHMS.items():
-        served = [] if operation in ("scan", "exscan") else shared
+        served = [name for name in shared if name == "symmetric" or operation not in ("scan", "exscan")]
         assert comm.algorithms(operation) == ["auto", "mpi", *served, *makers]
 
 

@@ -82,6 +82,10 @@ class Repeated:
                 return lambda: node.all_gather(out, x, **options)
             case "all_to_all":
                 return lambda: node.all_to_all(out, x, **options)
+            case "scan":
+                return lambda: node.scan(x, self.op, **options)
+            case "exscan":
+                return lambda: node.exscan(x, self.op, **options)
             case "broadcast":
                 return lambda: node.broadcast(x, 0, **options)
             case "gather":
@@ -95,7 +99,8 @@ class Repeated:
         inputs = [given(self.size, each, number, self.dtype) for each in range(node.size)]
         self.x.copy_(inputs[0][self.part] if self.operation in ("all_gather", "gather") else inputs[rank])
         self.issue()
-        total = sum(each.to(torch.complex128) for each in inputs)
+        among = {"scan": inputs[: rank + 1], "exscan": inputs[:rank] or inputs[:1]}.get(self.operation, inputs)
+        total = sum(each.to(torch.complex128) for each in among)
         if self.op == "avg":
             total = total / node.size
         elif isinstance(self.op, PremulSum):
@@ -105,6 +110,10 @@ class Repeated:
         match self.operation:
             case "all_reduce" | "reduce":
                 found, expected = self.x, total if self.operation == "all_reduce" or rank == 0 else inputs[rank]
+            case "scan":
+                found, expected = self.x, total
+            case "exscan":  # rank 0 keeps its own
+                found, expected = self.x, total if rank else inputs[0]
             case "reduce_scatter":
                 expected = total[self.part]
             case "all_to_all":
@@ -121,7 +130,7 @@ class Repeated:
 
 
 REDUCTIONS, MOVEMENTS = (
-    ("all_reduce", "reduce", "reduce_scatter"),
+    ("all_reduce", "reduce", "reduce_scatter", "scan", "exscan"),
     ("all_gather", "all_to_all", "broadcast", "gather", "scatter"),
 )
 
@@ -131,7 +140,7 @@ def test_reductions_are_right_each_time(node: Communicator, make: Make, dtype: s
     kind = getattr(torch, dtype)
     ops = ("sum", "avg", PremulSum(2.0)) if kind.is_floating_point else ("sum",)
     for operation in REDUCTIONS:
-        for op in ops:
+        for op in ops if operation not in ("scan", "exscan") else [op for op in ops if op != "avg"]:
             for size in SIZES:
                 repeated = Repeated(node, make, operation, size, kind, op)
                 for number in range(TIMES):
@@ -157,7 +166,7 @@ def test_one_copy_or_the_librarys_own(node: Communicator, where: str) -> None:
         return found if is_symmetric else torch.empty(size, dtype=dtype)
 
     either = "symmetric_or_mpi"
-    for operation in (*REDUCTIONS, *MOVEMENTS):
+    for operation in (*REDUCTIONS[:3], *MOVEMENTS):
         for size in (1, 259, 30_001, 300_007):
             repeated = Repeated(node, make, operation, size, torch.float32, "sum", either)
             other = Repeated(node, node.empty, operation, size, torch.float32, "sum", either)

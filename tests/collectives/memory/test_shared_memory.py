@@ -30,6 +30,11 @@ for elements in map(int, sys.argv[1:]):
         comm.barrier()
         comm.all_reduce(x)
         assert (x == comm.size * (comm.size + 1) / 2).all()
+        x[:] = comm.rank + 1
+        comm.scan(x, algorithm="symmetric")
+        assert (x == sum(range(comm.rank + 2))).all()
+        comm.exscan(x, algorithm="symmetric")
+        assert (x == (sum(sum(range(rank + 2)) for rank in range(comm.rank)) if comm.rank else 1)).all()
     out = comm.shared(elements * comm.size, np.float32)
     own = out[comm.rank * elements :][:elements]
     own[:] = comm.rank
