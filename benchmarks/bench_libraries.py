@@ -207,8 +207,8 @@ def bench(found: Library, part: Part, options: Sequence[object]) -> tuple[list[d
         program = (found.folder / "python", "-m", "collectives.bench", part.operation, *options, "--json", path)
         said = start(found.job(part.ranks, program))
         rows: list[dict[str, Any]] = json.loads(path.read_text())
-    version = next((line.rsplit(", ", 1)[-1] for line in said.splitlines() if "core(s)" in line), "")
-    return rows, version
+    told = next((line for line in said.splitlines() if "core(s)" in line), "")
+    return rows, told.partition("of a node, ")[2].split(",")[0].strip("\0 ")
 
 
 def ratios(options: argparse.Namespace, part: Part, found: Library) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from ..base.reduction import OPERATIONS as REDUCTIONS
 from ..errors import ArgumentError
 from ..native import is_compiled
 from .backend import Backend, in_shared_memory
@@ -39,9 +40,9 @@ def _up_to(limit: int) -> Table:
     return ((limit, LIBRARY), (ALWAYS, "symmetric"))
 
 
-def _but_from(first: int, last: int) -> Table:
-    """Shared memory, but the library's own above the first number of bytes, up to the last."""
-    return ((first, "symmetric"), (last, LIBRARY), (ALWAYS, "symmetric"))
+def _between(first: int, last: float) -> Table:
+    """Shared memory, but the library's own for private arrays above the first number of bytes, up to the last."""
+    return ((first, "symmetric"), (last, "symmetric_or_mpi"), (ALWAYS, "symmetric"))
 
 
 # One node. The library's own is some microseconds of Python faster where there is no part in C, and copies as often as
@@ -54,6 +55,8 @@ _NODE: Tables = {
     "all_to_all": _up_to(512 << 10),
     "broadcast": _up_to(4 << 20),
     "reduce": _up_to(64 << 10),
+    "scan": _up_to(64 << 10),
+    "exscan": _up_to(64 << 10),
     "scatter": _up_to(8 << 20),
 }
 # Several nodes on a network that is slower than memory.
@@ -70,49 +73,59 @@ _MESSAGES: Tables = {
     "broadcast": ((8 << 20, "mpi"), (ALWAYS, "double_tree")),
     "reduce": ((1 << 20, "mpi"), (ALWAYS, "double_tree")),
 }
-# One node with a core for each rank: to meet in memory takes no longer than a message, and there is one copy less.
-_REDUCED_IN_MEMORY: Tables = dict.fromkeys(("all_reduce", "reduce_scatter", "reduce"), ((ALWAYS, "symmetric"),))
-# One node with more ranks than cores: they meet once in shared memory, where one that waits lets others run.
-_ON_CROWDED_NODE: Tables = {
-    **_NODE,
-    "all_reduce": ((ALWAYS, "symmetric"),),
-    "reduce_scatter": ((ALWAYS, "symmetric"),),
-    "all_gather": ((512 << 10, "symmetric"), (8 << 20, "mpi"), (ALWAYS, "symmetric")),
-}
-# By the library, and whether the ranks are more than the cores; measured with the part in C. With a core for each rank:
-# where the mean of the ratios of both kinds of arrays, with warm and with cold caches, goes through 1.
+# One node: ranks meet in memory as fast as they send a message, and there is one copy less.
+_REDUCED_IN_MEMORY: Tables = dict.fromkeys(REDUCTIONS, ((ALWAYS, "symmetric"),))
+# By the library, and whether the ranks are more than the cores; measured with the part in C on private arrays, warm and
+# cold, as symmetric ones take one copy in any case.
 DEFAULTS: Mapping[tuple[str, bool], Tables] = {
     ("MPICH 5", False): {
         **_REDUCED_IN_MEMORY,
         "all_gather": ((ALWAYS, "symmetric"),),
-        "all_to_all": _but_from(128 << 10, 512 << 10),
-        "broadcast": _but_from(64 << 10, 2 << 20),
-        "gather": ((32 << 10, "symmetric"),),
-        "scatter": _but_from(128 << 10, 2 << 20),
+        "all_to_all": _between(128 << 10, 2 << 20),
+        "broadcast": _between(64 << 10, 2 << 20),
+        "gather": _between(32 << 10, ALWAYS),
+        "scatter": _between(128 << 10, 2 << 20),
     },
     ("MPICH 5", True): {
-        **_ON_CROWDED_NODE,
-        "broadcast": ((1 << 20, "symmetric"), (4 << 20, "mpi"), (ALWAYS, "symmetric")),
-        "all_to_all": ((256 << 10, "symmetric"), (512 << 10, "mpi"), (ALWAYS, "symmetric")),
+        **_REDUCED_IN_MEMORY,
+        "all_gather": _between(512 << 10, 8 << 20),
+        "all_to_all": _between(512 << 10, 8 << 20),
+        "broadcast": _between(1 << 20, 4 << 20),
+        "gather": ((ALWAYS, "symmetric"),),
+        "scatter": ((ALWAYS, "symmetric"),),
     },
     ("Open MPI 5", False): {
         **_REDUCED_IN_MEMORY,
-        "all_gather": _but_from(64 << 10, 2 << 20),
-        "all_to_all": _but_from(32 << 10, 512 << 10),
-        "broadcast": _but_from(16 << 10, 2 << 20),
-        "gather": ((64 << 10, "symmetric"),),
-        "scatter": _but_from(32 << 10, 2 << 20),
+        "all_gather": _between(64 << 10, 2 << 20),
+        "all_to_all": _between(64 << 10, 2 << 20),
+        "broadcast": _between(64 << 10, 2 << 20),
+        "gather": _between(64 << 10, ALWAYS),
+        "scatter": _between(64 << 10, 2 << 20),
     },
-    ("Open MPI 5", True): _ON_CROWDED_NODE,
+    ("Open MPI 5", True): {
+        **_REDUCED_IN_MEMORY,
+        "all_gather": ((ALWAYS, "symmetric"),),
+        "all_to_all": _between(512 << 10, ALWAYS),
+        "broadcast": ((ALWAYS, "symmetric"),),
+        "gather": _between(2 << 20, ALWAYS),
+        "scatter": ((ALWAYS, "symmetric"),),
+    },
     ("Intel MPI 2021", False): {
         **_REDUCED_IN_MEMORY,
-        "all_gather": _but_from(64 << 10, 1 << 20),
-        "all_to_all": _but_from(32 << 10, 512 << 10),
-        "broadcast": _but_from(16 << 10, 2 << 20),
-        "gather": ((16 << 10, "symmetric"),),
-        "scatter": _but_from(64 << 10, 2 << 20),
+        "all_gather": _between(64 << 10, ALWAYS),
+        "all_to_all": _between(32 << 10, ALWAYS),
+        "broadcast": _between(16 << 10, ALWAYS),
+        "gather": _between(16 << 10, ALWAYS),
+        "scatter": _between(64 << 10, 2 << 20),
     },
-    ("Intel MPI 2021", True): _ON_CROWDED_NODE,
+    ("Intel MPI 2021", True): {
+        **_REDUCED_IN_MEMORY,
+        "all_gather": _between(512 << 10, ALWAYS),
+        "all_to_all": _between(512 << 10, ALWAYS),
+        "broadcast": _between(2 << 20, ALWAYS),
+        "gather": _between(512 << 10, ALWAYS),
+        "scatter": _between(512 << 10, 8 << 20),
+    },
 }
 _MEASURED_RANKS = 4  # up to which the defaults hold
 

@@ -20,6 +20,7 @@ from collectives.backends.mpi import Library
 from collectives.backends.schedule_backend import ScheduleBackend
 from collectives.backends.selection import Selection
 from collectives.backends.symmetric.backend import Symmetric
+from collectives.backends.symmetric_or_mpi import SymmetricOrLibrary
 from collectives.backends.tables import ALWAYS, default_tables, library, read_tables, tuning_path, write_tables
 from collectives.base.buffers import describe
 from collectives.calibration import cache_path, table_of
@@ -31,7 +32,9 @@ FLOAT = describe("float32")
 
 def backends(*kinds: type[Backend]) -> dict[str, Backend]:
     """Makes backends of these kinds, and schedules, without a group."""
-    made = {kind.name: object.__new__(kind) for kind in (Library, *kinds)}
+    made: dict[str, Backend] = {kind.name: object.__new__(kind) for kind in (Library, *kinds)}
+    if Symmetric in kinds:
+        made[SymmetricOrLibrary.name] = SymmetricOrLibrary(object.__new__(Symmetric), object.__new__(Library))
     for name in ("ring", "tree"):
         made[name] = object.__new__(ScheduleBackend)
         made[name].name = name
@@ -86,10 +89,10 @@ def test_defaults_go_by_the_library_and_whether_ranks_share_cores(monkeypatch: p
 
     monkeypatch.setattr(tables, "is_compiled", lambda: True)
     assert chosen("MPICH 5", 2, 1 << 10, crowded=False) == "symmetric"
-    assert chosen("MPICH 5", 4, 1 << 20, crowded=True) == "mpi"
+    assert chosen("MPICH 5", 4, 1 << 20, crowded=True) == "symmetric_or_mpi"
     assert chosen("MPICH 5", 2, 256 << 10, crowded=False) == "symmetric"
-    assert chosen("Open MPI 5", 2, 256 << 10, crowded=False) == "mpi"
-    assert chosen("Intel MPI 2021", 2, 128 << 10, crowded=False) == "mpi"
+    assert chosen("Open MPI 5", 2, 256 << 10, crowded=False) == "symmetric_or_mpi"
+    assert chosen("Open MPI 5", 4, 256 << 10, crowded=True) == "symmetric"
     assert chosen("another 1", 4, 64 << 10, crowded=True) == "mpi"
     assert default_tables("MPICH 4", 1, 2, False) is default_tables("MPICH 5", 1, 8, False) is None
     assert default_tables("MPICH 5", 2, 2, False) is None
