@@ -85,7 +85,7 @@ class Ipc:
 
     def serves(self, operation: str, algorithm: str) -> bool:
         """Implements `Transport.serves`."""
-        serves = self._symmetric.serves(operation) and operation not in PREFIXES  # as the leader reduces for all alike
+        serves = self._symmetric.serves(operation) and operation not in PREFIXES  # the leader would reduce for all
         return serves and algorithm in ("auto", Symmetric.name)
 
     def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Enqueue:
