@@ -17,8 +17,8 @@ in private arrays, a rank copies and adds:
 
 Copies by the Linux kernel take two to three times as long: it looks up each page, and each piece is a system call. In
 slices there is a barrier for each chunk and one more. Whole, there is one in all, so this way is for small arrays,
-symmetric ones too, as pull and push take two. scan and exscan are staged at any size, as a rank's result takes the place
-of an input that others read.
+symmetric ones too, as pull and push take two. scan and exscan are staged at any size, as a rank's result takes
+the place of an input that others read.
 
 Contributions are added in the order of ranks, ((x0 + x1) + x2) + ..., however the data is cut; fp16 and bf16 are added
 in fp32 and rounded once. So slices, chunks and packing change no result, and the bits are the same on every rank.

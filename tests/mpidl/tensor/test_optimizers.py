@@ -261,7 +261,7 @@ def test_replicated_gradients_that_differ_a_little_are_an_error_of_the_step(comm
             optimizer.zero_grad()
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, 4, exactly=True)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_replicated_gradients_that_differ_are_an_error_of_zeros_step(comm: Communicator, stage: int) -> None:
     """Without clipping, which compares them as well; on 4 ranks each of tp has shards of other ranks of dp."""

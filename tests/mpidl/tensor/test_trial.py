@@ -512,7 +512,7 @@ class InPairs(Attention):
         return self.out_proj(F.scaled_dot_product_attention(*pairs).view(b, h, t, d).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, exactly=True)
 def test_what_fails_on_some_ranks_alone_stays_whole_on_all(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Six heads on four ranks are two, two, one and one."""
     monkeypatch.setitem(globals(), "HEADS", 6)

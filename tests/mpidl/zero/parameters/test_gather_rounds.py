@@ -157,7 +157,7 @@ def test_memory_goes_back_when_a_step_is_over(comm, pages_made: list[Any]) -> No
     from mpidl.zero.parameters.sharded import ShardedParameters
     from mpidl.zero.parameters.units import cut, lay_out
 
-    if comm.size == 1:
+    if comm.local_size == 1:
         return
     model, watch = Stack(), BackwardWatch()
     watch.attach(model)
