@@ -71,7 +71,8 @@ def side_of(
     elif case.op == "avg" and case.operation.name in PREFIXES:
         return None
     elif name == KERNEL:
-        if name in device.groups and buffer == "user" and "symmetric" in comm.algorithms(case.operation.name):
+        serves = "symmetric" in comm.algorithms(case.operation.name) and case.operation.name not in PREFIXES
+        if name in device.groups and buffer == "user" and serves:
             call = ours(device.groups[name], case, place, arrays, algorithm="symmetric")
     elif device.is_gpu:
         if name in device.groups and (buffer == "user" or name == "ipc"):

@@ -97,7 +97,7 @@ WRONG: dict[str, tuple[type[CollectivesError], str, Call]] = {
     ),
     "an unknown algorithm": (
         ArgumentError,
-        "got algorithm 'star'; needs one of auto, mpi, (symmetric, |hierarchical, )?ring, tree",
+        "got algorithm 'star'; needs one of auto, mpi, (symmetric, symmetric_or_mpi, |hierarchical, )?ring, tree",
         lambda c: c.all_reduce(ones(3), algorithm="star"),
     ),
     "bf16 in the library": (
