@@ -76,13 +76,19 @@ class Training:
         self.environment = launch.environment(TMPDIR=str(folder / "tmp"), PYTHONPATH=str(ROOT), **changes)
 
     def command(self, results: str, *more: str) -> list[str]:
-        own = Path(sys.executable).parent / "mpirun"
-        mpirun = str(own) if own.exists() else "mpirun"
         example = [sys.executable, str(ROOT / "examples" / "gpt2_zero3.py"), *SIZE, *QUIET, *more]
         if self._options.then:
             example += ["--global-batch", str(GLOBAL_BATCH)]
         about = ["--data", str(self.folder / "text"), "--zero", str(self._options.zero), "--steps", str(self.steps)]
-        return [mpirun, "-n", str(self._options.ranks), *example, *about, "--json", str(self.folder / results)]
+        return [
+            launch.launcher(),
+            "-n",
+            str(self._options.ranks),
+            *example,
+            *about,
+            "--json",
+            str(self.folder / results),
+        ]
 
     def undisturbed(self) -> dict[str, Any]:
         done = launch.run(self.command("reference.json"), 300, ROOT, self.environment)
