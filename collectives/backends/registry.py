@@ -39,5 +39,5 @@ def make_backends(resources: Resources) -> dict[str, Backend]:
         if backend is not None:
             made[backend.name] = backend
         if isinstance(backend, Symmetric):
-            made[SymmetricOrLibrary.name] = SymmetricOrLibrary(backend, Library.of_group(resources))
+            made[SymmetricOrLibrary.name] = SymmetricOrLibrary(backend, made[Library.name])
     return made

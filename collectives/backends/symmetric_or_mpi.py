@@ -12,7 +12,6 @@ from ..base.buffers import Buffer, DType
 from ..base.partition import Splits
 from ..base.reduction import Reduction
 from .backend import Backend, Call
-from .mpi import Library
 from .symmetric.backend import Symmetric
 
 
@@ -23,7 +22,7 @@ class SymmetricOrLibrary(Backend):
     title = "MPI"
     shares_memory = True
 
-    def __init__(self, symmetric: Symmetric, library: Library) -> None:
+    def __init__(self, symmetric: Symmetric, library: Backend) -> None:
         self._symmetric, self._library = symmetric, library
 
     def reduces(self, dtype: DType, op: Reduction) -> bool:

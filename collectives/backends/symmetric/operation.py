@@ -68,8 +68,13 @@ class Operation(MeetsInMemory):
     def or_else(self, call: Callable[[], None]) -> Operation:
         """Makes it the given call where not all arrays are symmetric; returns itself."""
         self._otherwise = call
-        self._find()
+        self._may_fill = self._fills_ahead()
         return self
+
+    def _fills_ahead(self) -> bool:
+        """Returns whether the first chunk may go to the scratch before the ranks meet."""
+        may = self._group.may_stage(self._entry.operation, self._nbytes, symmetric=self._is_symmetric)
+        return may and (self._is_symmetric or self._otherwise is None)
 
     def _find(self) -> None:
         """Finds the arrays' allocations. Holds them weakly: the arrays keep the memory."""
@@ -80,8 +85,7 @@ class Operation(MeetsInMemory):
             self._group.meetings.pack(self._entry, found[0], found[1], self._addresses, filled)
             for filled in (False, True)
         ]
-        may = self._group.may_stage(self._entry.operation, self._nbytes, symmetric=self._is_symmetric)
-        self._may_fill = may and (self._is_symmetric or self._otherwise is None)
+        self._may_fill = self._fills_ahead()
         self._seen = b""
         self._program: Program = []
 
