@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import pty
 import secrets
@@ -32,6 +33,7 @@ _RANK = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 _POLITE = 5.0  # seconds between asking processes to end and ending them
+_NEW = 10.0  # seconds in which a process may still become a rank: its environment is the parent's until it calls exec
 
 
 class Job:
@@ -42,7 +44,8 @@ class Job:
 
     def __init__(self, command: Sequence[str], came_to: str | None = None) -> None:
         self.token = secrets.token_hex(8)
-        self._seen: set[int] = set()
+        # Until when each process is looked at, which is no rank so far; those that ran before the job are none of it.
+        self._others = dict.fromkeys(_processes(), -math.inf)
         self._unmapped: set[int] = set()  # ranks of which no memory of the MPI library has been seen yet
         self._segments: set[str] = set()  # files that ranks have mapped, and so the job's own
         self._killed_before = killed_for_memory()
@@ -83,18 +86,21 @@ class Job:
     def poll(self) -> int | None:
         """Returns the command's status, None while it runs, and takes note of its ranks."""
         self.report.look()
+        now = time.monotonic()
+        known, self._others = self._others, {}
         for pid in _processes():
-            if pid not in self._seen:
-                self._seen.add(pid)
-                variables = _environment(pid)
-                if self._is_mine(variables):
-                    rank = next((variables[name] for name in _RANK if name in variables), "")
-                    if rank.isdigit():
-                        self.report.ranks[pid] = int(rank)
-                        self.report.watch(pid)
-                        self._unmapped.add(pid)
-                    else:
-                        self._seen.discard(pid)  # it may be about to become one
+            if pid in self.report.ranks:
+                continue
+            until = known.get(pid, now + _NEW)
+            if now < until and self._is_mine(variables := _environment(pid)):
+                rank = next((variables[name] for name in _RANK if name in variables), "")
+                if rank.isdigit():
+                    self.report.ranks[pid] = int(rank)
+                    self.report.watch(pid)
+                    self._unmapped.add(pid)
+                    continue
+                until = now + _NEW  # a launcher: it may start ranks at any time
+            self._others[pid] = until
         for pid in list(self._unmapped):
             if files := mapped(pid, needed=True):
                 self._unmapped.discard(pid)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from collectives.diagnostics import JOB
 from collectives.runtime.positions import Position
 from mpidl.launch import report
 from mpidl.launch.job import Job
@@ -170,6 +171,30 @@ def test_the_rank_that_ended_first_is_the_one_where_the_launcher_names_another()
     finally:
         job.end()
     assert [job.report.rank(ranks[rank], platform.node()) for rank in (0, 1, 2)] == [1, 1, 1]
+
+
+@on_linux
+def test_a_process_that_becomes_a_rank_after_it_was_seen() -> None:
+    """A daemon starts the ranks where Slurm does: until they call exec they have its environment, not the job's."""
+    job = Job(["sleep", "60"])
+    variables = {JOB: job.token, "SLURM_PROCID": "3"}
+    script = f"import os; input(); os.execve('/bin/sleep', ['sleep', '60'], {variables})"
+    started = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, text=True)
+    try:
+        assert job.poll() is None
+        assert not job.report.ranks
+        assert started.stdin is not None
+        started.stdin.write("\n")
+        started.stdin.close()
+        while not job.report.ranks:
+            assert job.poll() is None
+            assert started.poll() is None
+            time.sleep(0.01)
+    finally:
+        job.end()
+        started.kill()
+        started.wait()
+    assert job.report.ranks == {started.pid: 3}
 
 
 @on_linux
