@@ -239,14 +239,15 @@ class OneBitOptimizer(torch.optim.Optimizer):
             )
         if not self._buckets:
             self._lay_out(exchange)
-        key = self.keys[0]
-        held = [pair for bucket in self._buckets for pair in zip(bucket.parameters, bucket.views[key], strict=True)]
-        entries = self.state
-        if not self._entries or any(
-            entries.get(p) is not self._entries[p] or entries[p].get(key) is not view for p, view in held
-        ):
+        if not self._entries or self._is_loaded():
             self._take_over(exchange)
         self.forget_errors()
+
+    def _is_loaded(self) -> bool:
+        """Returns whether states were loaded since the last step, in place of those that are views of the arrays."""
+        key, entries = self.keys[0], self.state
+        held = (pair for bucket in self._buckets for pair in zip(bucket.parameters, bucket.views[key], strict=True))
+        return any(entries.get(p) is not self._entries.get(p) or entries[p].get(key) is not view for p, view in held)
 
     def _lay_out(self, exchange: OneBitExchange) -> None:
         if self._given is not None:
@@ -309,8 +310,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """
         self.refuse_unlike_weights()
         self._has_gathered = True
-        if self._exchange is None or not self._has_errors:
-            return
+        if self._exchange is None or not self._has_errors or self._is_loaded():
+            return  # the states' own, if any, are those that were loaded
         for bucket in self._buckets:
             whole = self._exchange.mean_errors(self._errors[bucket], bucket.layout.padded)
             for p, error in zip(bucket.parameters, bucket.views_of(whole), strict=True):

@@ -45,7 +45,7 @@ def test_gradients_of_another_optimizer_are_averaged(comm: Communicator, name: s
 
 @engines
 @classes
-@pytest.mark.parametrize("way", ["state", "checkpoint"])
+@pytest.mark.parametrize("way", ["state", "checkpoint", "saved again"])
 @pytest.mark.parametrize("saved_at", [2, 9])
 def test_what_has_stepped_goes_on_from_a_loaded_state_like_what_has_not(
     comm: Communicator, engine: str, name: str, way: str, saved_at: int, tmp_path: Path
@@ -58,9 +58,14 @@ def test_what_has_stepped_goes_on_from_a_loaded_state_like_what_has_not(
     made = []
     for steps in (0, 14):
         second = trained(comm, engine, name, steps)
-        if way == "checkpoint":
+        if way != "state":
             mpidl.checkpoint.load(folder, second.called, second.optimizer)
-        else:
+        if way == "saved again":
+            again = folder / f"after-{steps}"
+            mpidl.checkpoint.save(again, second.called, second.optimizer, step=saved_at)
+            second = trained(comm, engine, name, 0)
+            mpidl.checkpoint.load(again, second.called, second.optimizer)
+        if way == "state":
             with torch.no_grad():
                 whole = broadcast_object(comm, [p.detach().clone() for p in first.model.parameters()])
                 for p, q in zip(second.model.parameters(), whole, strict=True):
