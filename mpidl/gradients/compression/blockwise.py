@@ -44,7 +44,7 @@ class Blockwise(OwnedCompressor):
         return rounded_up(4 * -(-elements // BLOCK) + self._packed(elements))
 
     def compress(
-        self, values: torch.Tensor, message: torch.Tensor, remainder: torch.Tensor | None, divisor: int = 1
+        self, values: torch.Tensor, message: torch.Tensor, remainder: torch.Tensor | None, divisor: float = 1
     ) -> None:
         """Rounds to the nearest multiple of each block's scale."""
         scales, integers = self._parts(message, values.numel())

@@ -26,6 +26,7 @@ class Cast(OwnedCompressor):
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self.may_overflow = dtype == torch.float16
 
     @property
     def name(self) -> str:
@@ -37,7 +38,7 @@ class Cast(OwnedCompressor):
         return rounded_up(2 * elements)
 
     def compress(
-        self, values: torch.Tensor, message: torch.Tensor, remainder: torch.Tensor | None, divisor: int = 1
+        self, values: torch.Tensor, message: torch.Tensor, remainder: torch.Tensor | None, divisor: float = 1
     ) -> None:
         """Rounds to the nearest value of the dtype."""
         rounded = message[: 2 * values.numel()].view(self.dtype)

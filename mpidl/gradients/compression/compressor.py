@@ -201,10 +201,12 @@ class OwnedCompressor(Compressor):
 
     block: of methods for parameters (`settings.OF_PARAMETERS`): values, counted from the first of a message, that are
         rounded by each other alone.
+    may_overflow: its messages have a smaller range than fp32. A node then sends the mean of its ranks, not their sum.
     """
 
     phases = 2
     block = 1
+    may_overflow = False
 
     @abstractmethod
     def message_bytes(self, elements: int) -> int:
@@ -212,7 +214,7 @@ class OwnedCompressor(Compressor):
 
     @abstractmethod
     def compress(
-        self, values: torch.Tensor, message: torch.Tensor, remainder: torch.Tensor | None, divisor: int = 1
+        self, values: torch.Tensor, message: torch.Tensor, remainder: torch.Tensor | None, divisor: float = 1
     ) -> None:
         """Writes the message of values / divisor. values: fp32, 1-D.
 
@@ -233,6 +235,7 @@ class OwnedCompressor(Compressor):
     def reduce(self, section: Section, exchange: Exchange) -> Steps:
         """Sends each owner its piece's message; with `needs_all` sends the compressed mean back."""
         me, values, keeps = exchange.rank, section.values, section.keeps_remainder
+        divisor = section.contributions / exchange.size if self.may_overflow else 1
         sizes = [self.message_bytes(stop - start) for start, stop in section.pieces]
         start, stop = section.pieces[me]
         own = values[start:stop]
@@ -241,10 +244,14 @@ class OwnedCompressor(Compressor):
         sent, received = (self.pool.take(sum(each), torch.uint8, values.device) for each in (leaving, arriving))
         for (first, last), message in zip(section.pieces, sent.split(leaving), strict=True):
             if message.numel():
-                self.compress(values[first:last], message, values[first:last] if keeps else None)
+                self.compress(values[first:last], message, values[first:last] if keeps else None, divisor)
         yield started(exchange.phases[0].all_to_all(received, sent, arriving, leaving, async_op=True))
+        if divisor != 1:
+            own.div_(divisor)
         for message in received.split(sizes[me]) if received.numel() else ():
             self.decompress(message, own, add=True)
+        if divisor != 1:
+            own.mul_(divisor)
         self.pool.give_back(sent, received)
         if not section.needs_all:
             torch.div(own, section.contributions, out=section.result)

@@ -46,7 +46,7 @@ class Sign(OwnedCompressor):
         values: torch.Tensor,
         message: torch.Tensor,
         remainder: torch.Tensor | None,
-        divisor: int = 1,
+        divisor: float = 1,
         count: int | None = None,
         squares: float | None = None,
     ) -> None:

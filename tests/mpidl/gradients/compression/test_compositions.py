@@ -197,27 +197,31 @@ def test_hybrid_sharding(comm: Communicator, engine: str) -> None:
 
 
 @pytest.mark.ranks(4, exactly=True)
+@pytest.mark.parametrize("method", ["int8", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("engine", ["ddp", "zero2"])
-def test_sums_of_fp16_inside_a_node_do_not_overflow(comm: Communicator, engine: str) -> None:
+def test_sums_of_fp16_inside_a_node_do_not_overflow(
+    comm: Communicator, engine: str, dtype: torch.dtype, method: str
+) -> None:
     """Where the mean does not. Over one host the ranks of a shard group are those that add up."""
 
     class Weighted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.w = nn.Parameter(torch.zeros(64, dtype=torch.float16))
+            self.w = nn.Parameter(torch.zeros(64, dtype=dtype))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (self.w * x).sum()
 
     model = Weighted()
-    settings: dict[str, Any] = {"process_group": comm, "compress": "int8"}
+    settings: dict[str, Any] = {"process_group": comm, "compress": method}
     called: Any = model
     if engine == "ddp":
         called = mpidl.DistributedDataParallel(model, **settings)
     else:
         settings["shard_group"] = comm.split(comm.rank // 2)
         optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, 2, lr=0.1, **settings)
-    called(torch.full((64,), 40000.0, dtype=torch.float16)).backward()
+    called(torch.full((64,), 40000.0, dtype=dtype)).backward()
     gradient: Any = model.w.grad
     found = gradient if engine == "ddp" else gradient.full_tensor()
     torch.testing.assert_close(found.float(), torch.full((64,), 40000.0), rtol=0.01, atol=0)
