@@ -60,8 +60,9 @@ class GradBucket:
         of: Sequence[Any],
         duplicates: Mapping[Communicator, Communicator] | None = None,
         shards: BucketShards | None = None,
+        repeated: bool = False,
     ) -> None:
-        self._index, self._last, self._flat = index, last, flat
+        self._index, self._last, self._flat, self._repeated = index, last, flat, repeated
         self._views, self._parameters = list(views), list(of)
         self._duplicates, self._shards = duplicates or {}, shards
 
@@ -72,6 +73,13 @@ class GradBucket:
     def is_last(self) -> bool:
         """Returns whether no bucket follows in this backward pass."""
         return self._last
+
+    def is_repeated(self) -> bool:
+        """Returns whether this backward pass has reduced the bucket before, and these gradients came after that.
+
+        Under ZeRO several re-entrant checkpoints that share a parameter do so; such buckets come after the last one.
+        """
+        return self._repeated
 
     def buffer(self) -> torch.Tensor:
         """All gradients as one flat tensor, this rank's own, not divided by anything; it may be overwritten.

@@ -45,12 +45,10 @@ def synchronised_buffers(broadcast_buffers: Any, forward_sync_buffers: Any) -> t
     return True, flag("forward_sync_buffers", forward_sync_buffers)
 
 
-def megabytes(value: Any, compression: Compression | None, is_over_network: bool) -> float:
-    """A size in MiB; None is PyTorch's 25, with compression the compressor's. "auto" chooses none on one node."""
-    if value is None and compression is not None and (is_over_network or not compression.is_auto):
-        return min(each.compressor().bucket_cap_mb for each in compression.candidates())
+def megabytes(value: Any, compression: Compression | None) -> float:
+    """A size in MiB; None is PyTorch's 25, with compression the compressor's. "auto" begins with none."""
     if value is None:
-        return BUCKET_CAP_MB
+        return BUCKET_CAP_MB if compression is None or compression.is_auto else compression.compressor().bucket_cap_mb
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ConfigurationError(f"bucket_cap_mb: got {value!r}; needs a size above 0, in MiB")
     return float(value)

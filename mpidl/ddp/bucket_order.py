@@ -4,7 +4,8 @@
     first pass           buckets by the reverse of `parameters()`
     after it             by the order in which gradients arrived on rank 0, which all ranks take over
 
-The new order is laid out as the second pass begins, and kept until other parameters train. Parameters with sparse
+The new order is laid out as the second pass begins, and kept until other parameters train. `compress="auto"` changes
+the size of buckets with the method that it tries or takes: they are laid out anew as the next pass begins. Parameters with sparse
 gradients follow all others, one a bucket, which has no memory.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", sections 3.2 and 4.2.
@@ -12,7 +13,7 @@ Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data P
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -31,7 +32,7 @@ class BucketOrder:
     """Lays out the buckets of `queue`, with the gradients that lie in them.
 
     destinations: of gradients that are computed in the buckets.
-    cap: bytes of a bucket.
+    cap: tells the bytes of a bucket.
 
     rebuilt: whether a synchronised pass has ended since other parameters came to train, the one to learn from.
     """
@@ -43,10 +44,10 @@ class BucketOrder:
         queue: BucketQueue,
         means: BucketMeans,
         destinations: Mapping[torch.nn.Parameter, Destination],
-        cap: float,
+        cap: Callable[[], float],
     ) -> None:
         self._comm, self._trained, self._queue, self._means = comm, trained, queue, means
-        self._destinations, self._cap = destinations, cap
+        self._destinations, self._cap, self._laid_out_for = destinations, cap, 0.0
         self.rebuilt = False
         self._pending: list[torch.nn.Parameter] | None = None  # what the next pass lays out
 
@@ -56,13 +57,15 @@ class BucketOrder:
         self._lay_out(list(reversed(self._trained.parameters)), steps)
 
     def take_up(self, steps: BackwardSteps | None) -> None:
-        """Lays out the order that was learned, if it is a new one. Collective then."""
+        """Lays out the order that was learned, if it is a new one, or buckets of another size. Collective then."""
         if self._pending is not None:
             order, self._pending = self._pending, None
             self._lay_out(order, steps)
+        elif self._cap() != self._laid_out_for:
+            self.lay_out_again(steps)
 
     def lay_out_again(self, steps: BackwardSteps | None) -> None:
-        """Lays out the same order in other memory. Collective."""
+        """Lays out the same order anew. Collective."""
         self._lay_out([p for bucket in self._queue.buckets for p in bucket.parameters], steps)
 
     def learn(self, root: int, *, varies: bool) -> None:
@@ -85,11 +88,10 @@ class BucketOrder:
 
     def _lay_out(self, order: Sequence[torch.nn.Parameter], steps: BackwardSteps | None) -> None:
         """Cuts the parameters into buckets in this order; gradients that lie in the old ones move along."""
-        sparse = self._trained.sparse
-        dense = [
-            GradientBucket(group)
-            for group in assign([p for p in order if p not in sparse], self._cap, min(self._cap, FIRST_BUCKET_MB * MIB))
-        ]
+        sparse, cap = self._trained.sparse, self._cap()
+        self._laid_out_for = cap
+        cut = assign([p for p in order if p not in sparse], cap, min(cap, FIRST_BUCKET_MB * MIB))
+        dense = [GradientBucket(group) for group in cut]
         moved = {
             p: p.grad.clone()
             for bucket in self._queue.buckets

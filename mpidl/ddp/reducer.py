@@ -58,7 +58,7 @@ class Reducer:
         passes, the same on all ranks.
     watch: must see the module's forward passes, and `unused` their outputs.
     place: where the parameters lie.
-    bucket_cap: bytes.
+    bucket_cap: tells the bytes, which may be others from a pass on, on every rank the same.
     find_unused, static_graph: as of DistributedDataParallel.
     as_views: `.grad` becomes a view of the bucket, else keeps its own memory.
     buffers: those to broadcast after each pass.
@@ -76,7 +76,7 @@ class Reducer:
         watch: BackwardWatch,
         *,
         place: Place,
-        bucket_cap: float,
+        bucket_cap: Callable[[], float],
         find_unused: bool,
         static_graph: bool,
         as_views: bool,

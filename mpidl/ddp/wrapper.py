@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -120,8 +120,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self.static_graph = flag("static_graph", static_graph)
             self._init_sync = flag("init_sync", init_sync)
             self._compression = None if compress is None else compression(compress)
-            is_over_network = self.process_group.nodes > 1
-            self.bucket_bytes_cap = arguments.megabytes(bucket_cap_mb, self._compression, is_over_network) * MIB
+            self.bucket_bytes_cap = arguments.megabytes(bucket_cap_mb, self._compression) * MIB
+            self._chooses_cap = bucket_cap_mb is None and self._compression is not None and self._compression.is_auto
             self.parameters_to_ignore = arguments.ignored(module, parameters_to_ignore)
             self.device_ids, self.output_device = arguments.devices(module, device_ids, output_device)
             self._place = place_of_model("module", module, self.parameters_to_ignore)
@@ -190,6 +190,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if not self.compressed.chooses_none:
             self.register_comm_hook(None, self.compressed)
 
+    def _bucket_cap(self) -> Callable[[], float]:
+        """Returns what tells the bytes of a bucket: the given ones, or those of the method that "auto" has taken."""
+        cap, compressed = self.bucket_bytes_cap, self.compressed if self._chooses_cap else None
+        return lambda: cap if compressed is None else compressed.compressor.bucket_cap_mb * MIB
+
     def _make_reducer(self) -> None:
         self._forget_first_pass()
         if self._compression is not None:
@@ -202,7 +207,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             pooled.comm,
             self._watch,
             place=self._place,
-            bucket_cap=self.bucket_bytes_cap,
+            bucket_cap=self._bucket_cap(),
             find_unused=self.find_unused_parameters,
             static_graph=self.static_graph,
             as_views=self.gradient_as_bucket_view,

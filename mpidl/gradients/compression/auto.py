@@ -94,6 +94,7 @@ class Uncompressed(Compressor):
     """Stands where no method is chosen; sections are never made."""
 
     phases = 0
+    bucket_cap_mb = 25.0  # as without `compress`
 
     @property
     def name(self) -> str:

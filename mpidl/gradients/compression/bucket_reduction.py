@@ -92,6 +92,7 @@ class BucketReduction:
             needs_all=kept.layout.needs_all,
             keeps_remainder=kept.values is not None,
             step=self.step,
+            repeats=kept.repeats,
             needed=self._needed(),
             arrays=() if kept.values is None else [*kept.values[1:]],
         )

@@ -89,6 +89,7 @@ class Section:
     needs_all: every rank needs the whole mean; else each that of its piece.
     keeps_remainder: `values` hold the remainder when the section is reduced.
     step: number of reduced passes before this one.
+    repeats: how often a pass has reduced the section again, as gradients came after that.
     needed: (start, stop) of the elements whose mean this rank needs, of the result's n; None: all of them. The others
         need not be written.
     arrays: fp32, n elements each, of the compressor's `arrays`, as they stay from step to step; it overwrites them.
@@ -105,6 +106,7 @@ class Section:
     step: int
     needed: tuple[int, int] | None = None
     arrays: Sequence[torch.Tensor] = ()
+    repeats: int = 0
 
     @property
     def needed_elements(self) -> tuple[int, int]:

@@ -15,6 +15,7 @@ Source: alternating least squares with a ridge as in GradZIP, without its choice
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -24,7 +25,7 @@ from .matrices import View
 from .options import Option, check, read
 
 RIDGE = Option(float, lambda value: 0 < value < 1, "a number between 0 and 1")
-_DEPENDENT = 1e-8  # smallest eigenvalue of Q^T Q, of its mean
+_DEPENDENT = 1e-8  # smallest eigenvalue of Q^T Q, whose mean is 1
 
 
 class GradZIP(LowRank):
@@ -70,13 +71,16 @@ class GradZIP(LowRank):
         return [*super()._settings(), *([f"ridge={self.ridge:g}"] if self.ridge != 1e-4 else [])]
 
     def begin(self, right: torch.Tensor, views: Sequence[View], step: int) -> torch.Tensor:
-        """Takes Q as it is, with noise where its columns are dependent."""
-        gram = _gram(right.mT)
-        mean = gram.diagonal(dim1=1, dim2=2).mean(1)
-        is_dependent = torch.linalg.eigvalsh(gram)[:, 0] < _DEPENDENT * mean
+        """Scales Q to a mean square of 1 a column, and adds noise where its columns are dependent.
+
+        P Q^T has nothing of this scale, but with error feedback the scale of an unscaled Q grows from step to step.
+        """
+        scale = _gram(right.mT).diagonal(dim1=1, dim2=2).mean((1,), keepdim=True).rsqrt()
+        right.copy_(right.double() * scale.unsqueeze(2))
+        is_dependent = torch.linalg.eigvalsh(_gram(right.mT))[:, 0] < _DEPENDENT
         for number in is_dependent.nonzero().flatten().tolist():
             noise = drawn((self.rank, right.shape[2]), views[number].name, step).to(right.device)
-            right[number] += noise * (mean[number] / right.shape[2]).sqrt().float()
+            right[number] += noise / math.sqrt(right.shape[2])
         return right.mT
 
     def finish_left(self, summed: torch.Tensor, right: torch.Tensor, contributions: int) -> torch.Tensor:

@@ -68,7 +68,7 @@ class CompressedReduction:
         feeds_back = compressor.feeds_back if feedback is None else feedback
         self._own = Method(compressor, Ranks(settings, compressor, world, shards, replicas), feeds_back)
         self._method = self._own  # "auto" changes it
-        self._start_step = compressor.start_step if settings.start_step is None else settings.start_step
+        self._start_step = _first_step(settings, compressor)
         self._pipeline, self._window = Pipeline(), Window(settings.undo)
         self._sections = Sections(self._method, world, self._window, self._pipeline.drain)
         self._former_steps, self._former_states = 0, _copied(compressor)  # of the start of the window
@@ -97,18 +97,15 @@ class CompressedReduction:
 
     def __call__(self, state: Any, bucket: GradBucket) -> Handle:
         """Starts the reduction of a bucket."""
-        choice = self.choice if self.steps >= self._start_step else None  # it would measure full precision
-        if choice is not None and choice.chosen is None and choice.before(bucket):
-            self._follow(choice)
-        if bucket.index() == 0:
-            self._begin_window()
-        step, begins_step = self.steps, self._begins_step
-        if bucket.is_last():
-            self.steps += 1
+        if bucket.is_repeated():  # `steps` has counted its pass
+            step, begins_step = self.steps - 1, False
+        else:
+            step, begins_step = self._note_launch(bucket)
         if not self._method.ranks.compresses or step < self._start_step:
             self._sections.send_in_full(bucket, self._missed)
             return bucket.reduce(process_group=self._world)
         section = self._sections.of(bucket)
+        section.repeats += bucket.is_repeated()
         if self._missed:
             section.keep(self._missed)
         reduction = BucketReduction(
@@ -122,6 +119,18 @@ class CompressedReduction:
             self._window.number if self._sections.undoable else None,
         )
         return self._pipeline.start(reduction.steps(), reduction.target)
+
+    def _note_launch(self, bucket: GradBucket) -> tuple[int, bool]:
+        """Returns the passes before this one, and whether it begins a step."""
+        choice = self.choice if self.steps >= self._start_step else None  # it would measure full precision
+        if choice is not None and choice.chosen is None and choice.before(bucket):
+            self._follow(choice)
+        if bucket.index() == 0:
+            self._begin_window()
+        step = self.steps
+        if bucket.is_last():
+            self.steps += 1
+        return step, self._begins_step
 
     @property
     def compressor(self) -> Compressor:
@@ -316,6 +325,17 @@ class CompressedReduction:
 
 def _copied(compressor: Compressor) -> dict[torch.nn.Parameter, dict[str, torch.Tensor]]:
     return {p: {key: value.clone() for key, value in state.items()} for p, state in compressor.state().items()}
+
+
+def _first_step(settings: Compression, compressor: Compressor) -> int:
+    """The passes in full precision that come first. With "auto" those that it times follow, and count too."""
+    if settings.start_step is not None:
+        return settings.start_step
+    if not settings.is_auto:
+        return compressor.start_step
+    from .auto import PASSES
+
+    return max(0, *(each.compressor().start_step - PASSES for each in settings.candidates()))
 
 
 def _uncompressed() -> Compressor:

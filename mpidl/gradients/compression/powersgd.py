@@ -101,7 +101,8 @@ class PowerSGD(LowRank):
         return self._reduce_half(section, exchange) if self.alternating else super().reduce(section, exchange)
 
     def _reduce_half(self, section: Section, exchange: Exchange) -> Steps:
-        plan, values, is_left = self.plan(section), section.values, section.step % 2 == 0
+        plan, values = self.plan(section), section.values
+        is_left = (section.step + section.repeats) % 2 == 0  # the same half twice would see nothing of the remainder
         known, made = ("right", "left") if is_left else ("left", "right")
         bases = [orthonormal(self.stacked(group, known, section.step).mT) for group in plan.groups]
         sums = Sums(self, plan, section, left=is_left, with_rest=True)

@@ -33,6 +33,7 @@ class BucketSection:
     values: the remainder, a row of the section's elements, and a row for each of the compressor's arrays; None without
     error feedback.
     former: the values of before the window `window`, which undo it; in later windows memory for their new values.
+    repeats: how often a pass has reduced it again.
     kept: while a pass is under way, the values of before it of parameters that it does not reach, and their places.
     """
 
@@ -43,6 +44,7 @@ class BucketSection:
     values: torch.Tensor | None = None
     former: torch.Tensor | None = None
     window: int | None = None
+    repeats: int = 0
     kept: list[tuple[torch.nn.Parameter, slice, torch.Tensor]] = field(default_factory=list)
 
     def add(

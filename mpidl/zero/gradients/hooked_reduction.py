@@ -18,11 +18,14 @@ from ..shard_group import ShardGroup
 from .bucket_gradient import BucketGradient
 
 
-def shown_bucket(gradient: BucketGradient, last: bool, over: ShardGroup, algorithm: str) -> GradBucket:
+def shown_bucket(
+    gradient: BucketGradient, last: bool, over: ShardGroup, algorithm: str, repeated: bool
+) -> GradBucket:
     """Returns the bucket as a communication hook sees it.
 
     last: whether no bucket follows in the pass.
     algorithm: of the reduce-scatter of the bucket's own memory.
+    repeated: whether the pass has reduced the bucket before.
     """
     bucket, flat, size = gradient.bucket, gradient.bucket.flat, gradient.bucket.layout.shard_size
     assert flat is not None
@@ -36,7 +39,8 @@ def shown_bucket(gradient: BucketGradient, last: bool, over: ShardGroup, algorit
         return Then(over.reduce_scatter(own, values, chosen), lambda: own)
 
     shards = BucketShards(slice(over.rank * size, (over.rank + 1) * size), reduce_scatter)
-    return GradBucket(gradient.number, last, flat, bucket.views, bucket.parameters, {over.world: over.in_pass}, shards)
+    own = {over.world: over.in_pass}
+    return GradBucket(gradient.number, last, flat, bucket.views, bucket.parameters, own, shards, repeated)
 
 
 def take_result(gradient: BucketGradient, rank: int, wait: Callable[[Work], None]) -> None:

@@ -254,7 +254,7 @@ class ShardReducer:
                 else:
                     bucket.views[index].copy_(gradient)
                 gradients.filled[index] = True
-            self._launch(bucket)
+            self._launch(bucket, repeated=True)
         self._finish_reductions()
 
     def _ensure_storage(self, gradients: BucketGradient) -> None:
@@ -292,7 +292,7 @@ class ShardReducer:
             return True
         return False
 
-    def _launch(self, bucket: GradientBucket) -> None:
+    def _launch(self, bucket: GradientBucket, repeated: bool = False) -> None:
         gradients = self._of[bucket]
         self._ensure_storage(gradients)
         assert bucket.flat is not None
@@ -311,7 +311,7 @@ class ShardReducer:
             bucket.work = self._over.reduce_scatter(own, bucket.flat, self._algorithm)
         else:
             last = gradients.number == len(self.queue.buckets) - 1
-            gradients.handle = begin(self.hook, shown_bucket(gradients, last, self._over, self._algorithm))
+            gradients.handle = begin(self.hook, shown_bucket(gradients, last, self._over, self._algorithm, repeated))
         self.counted["reductions"] += 1
         self.counted["reduced_bytes"] += bucket.nbytes
         self._in_flight.append(gradients)

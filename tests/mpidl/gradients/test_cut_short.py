@@ -164,9 +164,11 @@ class Product(nn.Module):
         return (self.a * x + self.b * x).sum()
 
 
+@pytest.mark.parametrize("settings", [{"error_feedback": False}, {"undo": True}], ids=["no remainders", "undo"])
 def test_no_compressed_bucket_of_an_interrupted_pass_comes_in_a_later_one(
-    comm, monkeypatch: pytest.MonkeyPatch
+    comm, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
+    """Nor what the pass has left in the remainders, where they are kept to be undone."""
     interrupts: list[KeyboardInterrupt] = []
     wait = PipelinedReduction.wait
 
@@ -176,7 +178,7 @@ def test_no_compressed_bucket_of_an_interrupted_pass_comes_in_a_later_one(
         return wait(*args)
 
     monkeypatch.setattr(PipelinedReduction, "wait", interrupted)
-    compress = Compression("int8", where="everywhere", error_feedback=False)
+    compress = Compression("int8", where="everywhere", **settings)
     model = Product()
     called = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=0.01, compress=compress)
     for step in range(6):

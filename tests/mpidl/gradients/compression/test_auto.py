@@ -13,6 +13,7 @@ from collectives import Communicator
 from mpidl import Compression
 from mpidl.gradients.compression import auto
 from mpidl.gradients.compression.auto import NONE, PASSES, Figure, decide, part_of_bytes
+from mpidl.gradients.compression.hook import CompressedReduction
 from mpidl.job.objects import all_gather_object
 from tests.mpidl.gradients.compression.test_engines import Training, check_equal_on_all_ranks, engines
 
@@ -183,6 +184,47 @@ def test_what_figures_call_for_is_tried_and_kept_if_steps_become_shorter(
     assert len(told) == (comm.rank == 0)
     assert all(f"auto chose {'int8 everywhere' if pays else 'none'}" in line for line in told)
     check_equal_on_all_ranks(comm, training.weights())
+
+
+@pytest.mark.mpi
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("best", ["bf16", "powersgd:2"])
+def test_a_method_on_trial_has_the_start_and_the_buckets_that_it_has_by_itself(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, best: str
+) -> None:
+    def measured(self: Any, *_: Any) -> None:
+        self.plain = 10.0
+        self.figures = [Figure(name, 1.0 if name == best else 5.0, 0.0) for name in ("bf16", "powersgd:2")]
+
+    def called(self: Any, state: Any, bucket: Any) -> Any:
+        if bucket.index() == 0:
+            passes.append(0)
+        passes[-1] += 1
+        return reduce(self, state, bucket)
+
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(*[torch.nn.Linear(600, 600, bias=False) for _ in range(6)])
+
+    passes: list[int] = []
+    reduce = CompressedReduction.__call__
+    monkeypatch.setattr(CompressedReduction, "__call__", called)
+    monkeypatch.setattr(auto.AutoChoice, "_measure", measured)
+    alone = mpidl.DistributedDataParallel(model(), process_group=comm, compress=Compression(best, where="everywhere"))
+    for _ in range(2):
+        alone(torch.ones(1, 600)).sum().backward()
+    by_itself = passes[-1]
+    passes.clear()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(comm, "nodes", 2)
+        how = Compression("auto", where="everywhere", allow=("powersgd:2",))
+        wrapped = mpidl.DistributedDataParallel(model(), process_group=comm, compress=how)
+    compressed = wrapped.compressed
+    assert compressed is not None
+    for step in range(12):
+        wrapped(torch.ones(1, 600)).sum().backward()
+        assert compressed.compressor.name == (best if step >= 10 else NONE)
+    assert passes[-1] == by_itself
+    assert (passes[-1] == passes[1]) == (best != "bf16")
 
 
 @pytest.mark.mpi

@@ -21,7 +21,8 @@ from mpidl.mesh import Mesh
 from mpidl.zero import Precision
 from tests.mpidl.mesh.test_experts import STEPS, experts_of, tokens, train_alone
 from tests.mpidl.small_models import MODELS, Branching, Mixture, Recipe, fresh, sequences, train
-from tests.mpidl.zero.ways import ENGINES, STAGES, WAYS
+from tests.mpidl.step_in_backward import CallsBlocksTwice
+from tests.mpidl.zero.ways import ENGINES, STAGES, WAYS, zero
 
 pytestmark = pytest.mark.mpi
 engines = pytest.mark.parametrize("engine", ENGINES)
@@ -335,3 +336,23 @@ def test_experts_are_compressed_over_their_replicas(comm: Communicator, engine: 
         expected = train_alone(ep, comm.size)
         for mine, theirs in zip(module.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=0.05, atol=0.02)
+
+
+@zeros
+def test_a_bucket_that_is_reduced_twice_in_a_pass_counts_the_pass_once(comm: Communicator, engine: str) -> None:
+    """Where re-entrant checkpoints share layers. What alternates would send the same half in every pass."""
+    compress = Compression("powersgd:1,alternating,min_rate=1", where="everywhere", start_step=2)
+    model, plain = fresh(CallsBlocksTwice), fresh(CallsBlocksTwice)
+    settings = {} if engine == "stage 3" else {"bucket_cap_mb": 1e-5}
+    optimizer = zero(model, comm, engine, torch.optim.SGD, lr=0.0, compress=compress, **settings)
+    sums = [torch.zeros_like(p) for p in plain.parameters()]
+    for step in range(40):
+        model(torch.ones(2, 3, requires_grad=True)).square().sum().backward()
+        assert optimizer.compressed.steps == step + 1
+        for total, p in zip(sums, model.parameters(), strict=True):
+            total += p.grad.full_tensor()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    plain(torch.ones(2, 3, requires_grad=True)).square().sum().backward()
+    for total, p in zip(sums, plain.parameters(), strict=True):
+        torch.testing.assert_close(total / 40, p.grad, rtol=0.1, atol=0.1)

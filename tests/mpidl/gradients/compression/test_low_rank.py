@@ -49,6 +49,24 @@ def gradzip(grads: list[Array], right: Array) -> tuple[Array, Array]:
 
 
 @pytest.mark.mpi
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("method", ["powersgd:2", "powersgd:2,alternating", "gradzip:2", "gradzip:2,bf16"])
+def test_what_is_not_sent_stays_bounded_over_hundreds_of_steps(comm: Communicator, method: str) -> None:
+    """A gradient that does not change: the direction that is sent least is in the remainder, and comes next."""
+    slope = gradient(0, 0).view(ROWS, COLUMNS) + torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
+    model = torch.nn.Linear(COLUMNS, ROWS, bias=False)
+    compress = Compression(method, where="everywhere", start_step=0)
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm, compress=compress)
+    sent = torch.zeros_like(slope)
+    for _ in range(300):
+        model.zero_grad()
+        (wrapped(torch.eye(COLUMNS)).T * slope).sum().backward()
+        assert model.weight.grad is not None
+        sent += model.weight.grad
+    assert float((sent - 300 * slope).norm()) < 20 * float(slope.norm())
+
+
+@pytest.mark.mpi
 @pytest.mark.each("method")
 @pytest.mark.parametrize(
     ("method", "formula", "error"),
