@@ -1,7 +1,9 @@
 """Needs of an optimizer's step (`StepNeeds`): declared by its class, or found by trial steps on a few elements.
 
-Optimizers of mpidl declare their needs (`step_needs`), torch's are known by name, and any other class is tried. A
-trial makes steps in two ways and compares what they change:
+Optimizers of mpidl declare their needs (`step_needs`), torch's are known by name, and any other class is tried:
+`needs_of`, which DDP, ZeRO and tensor parallelism ask. Each refuses in its own words what it cannot do.
+
+A trial makes steps in two ways and compares what they change:
 
     trial                                                  the same: a step        different
     one parameter, or its elements as two parameters       runs on slices          needs whole parameters
@@ -19,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -43,47 +45,75 @@ class StepNeeds:
     wholes: whole parameters.
     together: all of a rank's at once, in one call.
     block: elements of which slices hold whole ones, counted from the parameter's first, except the last block.
-    exchanges: whole parameters and gradients on every rank, which the step itself averages (`optim.one_bit`).
+    dependent: the other parameters too: a step on one depends on them, or on random numbers.
+    averages: the other ranks, as the step itself averages over them: "gradients", whole on every rank
+        (`optim.one_bit`), "weights" (`optim.post_local`), or "factors" of all matrices (`optim.dion`).
+    elementwise: values of a group's "rule" with which a step updates each element by itself, and needs slices alone.
     """
 
     wholes: bool
     together: bool = False
-    exchanges: bool = False
     block: int = 1
+    dependent: bool = False
+    averages: Literal["", "gradients", "weights", "factors"] = ""
+    elementwise: tuple[str, ...] = ()
 
 
-def declared_needs(optimizer_class: type[torch.optim.Optimizer]) -> StepNeeds | None:
-    """The needs that a class itself declares as `step_needs`; None for a class derived from one, which may change them.
+@dataclass(frozen=True)
+class Trial(StepNeeds):
+    """The needs that trial steps have shown.
+
+    noted: settings of its groups that a step changes.
+    failed: it raised something, so that nothing is known of wholes.
+    """
+
+    noted: frozenset[str] = frozenset()
+    failed: bool = False
+
+
+def needs_of(
+    optimizer_class: type[torch.optim.Optimizer], trial: Callable[[], Trial], by_name: bool = True
+) -> StepNeeds:
+    """The needs of a class's step: declared, known of torch's, or found by a trial.
 
     A class that declares any steps on one parameter after another as on all at once, unless `together`, and changes no
-    settings of its groups.
+    settings of its groups. A class derived from it may do otherwise and is tried, unless it averages.
+
+    trial: makes trial steps; called for a class of which nothing is known.
+    by_name: takes a class to need what one of torch's does from which it derives, or whose name it has, if that is more
+        than slices. Without it such a class is tried, as it may count its steps.
     """
-    found = vars(optimizer_class).get("step_needs")
-    return found if isinstance(found, StepNeeds) else None
+    declared = _declared(optimizer_class)
+    if declared is not None and (declared.averages or "step_needs" in vars(optimizer_class)):
+        return declared
+    kinds = {base.__name__ for base in optimizer_class.__mro__}
+    known = StepNeeds(not kinds.isdisjoint(ON_WHOLES), dependent=not kinds.isdisjoint(ON_WHOLE_MODELS))
+    if _is_torchs(optimizer_class) or (by_name and (known.wholes or known.dependent)):
+        return known
+    return trial()
+
+
+def averages_itself(optimizer: torch.optim.Optimizer) -> str:
+    """Tells what the optimizer's step averages over the ranks: `StepNeeds.averages`, as it or its class declares."""
+    found = _declared(optimizer)
+    return "" if found is None else found.averages
 
 
 def exchanges_gradients(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     """Tells if steps of a class, or of one derived from it, average gradients themselves: a OneBitOptimizer's."""
-    found = getattr(optimizer_class, "step_needs", None)
-    return isinstance(found, StepNeeds) and found.exchanges
+    found = _declared(optimizer_class)
+    return found is not None and found.averages == "gradients"
 
 
-@dataclass(frozen=True)
-class Trial:
-    """The findings of trial steps.
+def _declared(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> StepNeeds | None:
+    """The `step_needs` of an optimizer or a class, declared by itself or by one that it derives from."""
+    found = getattr(optimizer, "step_needs", None)
+    return found if isinstance(found, StepNeeds) else None
 
-    wholes: a step on a parameter is not one on its parts.
-    together: it depends on other parameters too, or on random numbers.
-    sequential: on one parameter after another it is the same as on all at once.
-    noted: settings of its groups that it changes.
-    failed: it raised something.
-    """
 
-    wholes: bool
-    together: bool
-    sequential: bool
-    noted: frozenset[str]
-    failed: bool
+def _is_torchs(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Tells if a class is one of torch.optim, all of which are known, and not one derived from it."""
+    return f"{optimizer_class.__module__}.".startswith("torch.optim.")
 
 
 def notes_in_groups(noted: Iterable[str]) -> str:
@@ -97,12 +127,11 @@ def try_steps(make: MakeOptimizer, groups: Sequence[Mapping[str, Any]]) -> Trial
     In double precision, as a rate may be small. What changes nothing is taken to need wholes.
     """
     noted: set[str] = set()
-    wholes = together = failed = False
-    sequential = True
+    wholes = dependent = together = failed = False
 
     def run(group: Mapping[str, Any], *starts: torch.Tensor, one_by_one: bool = False) -> torch.Tensor:
         """Returns what some steps change in parameters that begin with these values."""
-        nonlocal failed, sequential, wholes
+        nonlocal failed, together, wholes
         torch.manual_seed(0)
         parameters = [torch.nn.Parameter(start.clone()) for start in starts]
         try:
@@ -121,7 +150,7 @@ def try_steps(make: MakeOptimizer, groups: Sequence[Mapping[str, Any]]) -> Trial
             wholes |= any(torch.is_tensor(v) and v.dim() > 0 and v.shape != p.shape for p, v in states)
         except Exception:  # what it needs besides is for the real step to say
             failed |= not one_by_one
-            sequential &= not one_by_one
+            together |= one_by_one
         pairs = zip(parameters, starts, strict=True)
         return torch.cat([(p.detach() - start).flatten() for p, start in pairs])
 
@@ -136,9 +165,9 @@ def try_steps(make: MakeOptimizer, groups: Sequence[Mapping[str, Any]]) -> Trial
                 parts = first.flatten().split((1, count - 1)) if dimensions else [first.flatten()]  # as slices are
                 wholes |= not (_equal(alone, run(group, *parts)) and alone.any())
                 both = run(group, first, second)
-                together |= not _equal(both, torch.cat([alone, run(group, second)]))
-                sequential &= _equal(both, run(group, first, second, one_by_one=True))
-    return Trial(wholes, together, sequential, frozenset(noted), failed)
+                dependent |= not _equal(both, torch.cat([alone, run(group, second)]))
+                together |= not _equal(both, run(group, first, second, one_by_one=True))
+    return Trial(wholes and not failed, together, dependent=dependent, noted=frozenset(noted), failed=failed)
 
 
 def try_steps_of(optimizer: torch.optim.Optimizer) -> Trial:

@@ -3,9 +3,8 @@
     AdamW, SGD, Muon, LAMB, ...     a step on a parameter depends on that parameter alone
     LBFGS                           it works on the whole model's gradient at once: refused
 
-Optimizers of mpidl declare what their steps need (`optimizer_trial`). Of classes that are neither torch's nor declare
-anything nothing is known: they are tried out on a few elements. `zero.stepping.optimizer_class` decides for ZeRO,
-`tensor.step_checks` for steps on parts of layers.
+`optimizer_trial.needs_of` knows what a step needs: as the class declares, of torch's, or by trial steps on a few
+elements. `zero.stepping.optimizer_class` decides for ZeRO, `tensor.step_checks` for steps on parts of layers.
 """
 
 from __future__ import annotations
@@ -17,13 +16,24 @@ import torch
 
 from ..digest import digest
 from ..errors import ConfigurationError, ConfigurationTypeError
-from ..optimizer_trial import DEPENDENT, NOT_SEQUENTIAL, ON_WHOLE_MODELS, declared_needs, notes_in_groups, try_steps_of
+from ..optimizer_trial import (
+    DEPENDENT,
+    NOT_SEQUENTIAL,
+    ON_WHOLE_MODELS,
+    Trial,
+    averages_itself,
+    needs_of,
+    notes_in_groups,
+    try_steps_of,
+)
 from ..trained_by import trainer_of
 
-_REFUSED = {
-    **ON_WHOLE_MODELS,
-    "OneBitOptimizer": "it exchanges all gradients at once",
-    "PostLocalSGDOptimizer": "it counts steps and averages weights in them; step_in_backward takes the optimizer in it",
+# Why an optimizer is refused whose step averages something itself, by `StepNeeds.averages`.
+_AVERAGING = {
+    "gradients": "cannot step on a bucket: it exchanges all gradients at once",
+    "weights": "cannot step on a bucket: it counts steps and averages weights in them; step_in_backward takes the "
+    "optimizer in it",
+    "factors": "with process_group= averages factors of all matrices at once; step after the pass",
 }
 
 
@@ -72,14 +82,12 @@ def agreement(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[torch.
 def _check_class(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     for base in type(optimizer).__mro__:
-        if base.__name__ in _REFUSED:
-            raise ConfigurationError(f"step_in_backward: {name} cannot step on a bucket: {_REFUSED[base.__name__]}")
-    is_dion = any(base.__name__ == "Dion" for base in type(optimizer).__mro__)
-    if is_dion and getattr(optimizer, "process_group", None) is not None:
-        raise ConfigurationError(
-            f"step_in_backward: {name} with process_group= averages factors of all matrices at once; step after the "
-            "pass"
-        )
+        if base.__name__ in ON_WHOLE_MODELS:
+            why = ON_WHOLE_MODELS[base.__name__]
+            raise ConfigurationError(f"step_in_backward: {name} cannot step on a bucket: {why}")
+    averaged = averages_itself(optimizer)
+    if averaged:
+        raise ConfigurationError(f"step_in_backward: {name} {_AVERAGING[averaged]}")
     if any(trainer_of(p) is not None for group in optimizer.param_groups for p in group["params"]):
         raise ConfigurationError("step_in_backward: a ZeroOptimizer trains the module; it has step_in_backward=True")
     mesh = getattr(optimizer, "mesh", None)  # of LARS and LAMB
@@ -91,15 +99,12 @@ def _check_class(optimizer: torch.optim.Optimizer) -> None:
         raise ConfigurationError(
             "step_in_backward: got differentiable=True; autograd does not follow a step within a backward pass"
         )
-    declared = declared_needs(type(optimizer))
-    if f"{type(optimizer).__module__}.".startswith("torch.optim.") or (declared is not None and not declared.together):
-        return
-    trial = try_steps_of(optimizer)
-    if trial.failed:
+    needs = needs_of(type(optimizer), lambda: try_steps_of(optimizer), by_name=False)
+    if isinstance(needs, Trial) and needs.failed:
         raise ConfigurationError(f"step_in_backward: {name} fails on a few elements, on which its steps were tried")
-    if trial.together:
+    if needs.dependent:
         raise ConfigurationError(f"step_in_backward: a step of {name} on a parameter {DEPENDENT}")
-    if not trial.sequential:
+    if needs.together:
         raise ConfigurationError(f"step_in_backward: {name} {NOT_SEQUENTIAL}")
-    if trial.noted:
-        raise ConfigurationError(f"step_in_backward: {name} {notes_in_groups(trial.noted)}")
+    if isinstance(needs, Trial) and needs.noted:
+        raise ConfigurationError(f"step_in_backward: {name} {notes_in_groups(needs.noted)}")

@@ -12,9 +12,9 @@
     elementwise_state   which of an optimizer's states are cut as the parameter is; for ZeRO, checkpoints and estimates
 
 To add an optimizer: a file here with a `torch.optim.Optimizer` whose class declares `step_needs`, a
-`mpidl.optimizer_trial.StepNeeds`, by which DDP, ZeRO and tensor parallelism know whether it steps on slices; its name
-in `_MODULES`, under `TYPE_CHECKING` and in `__all__`; its bytes in `mpidl.memory.STATE_BYTES`. CONTRIBUTING.md
-has the cases and the tests.
+`mpidl.optimizer_trial.StepNeeds`, by which DDP, ZeRO and tensor parallelism know what it can step on
+(`optimizer_trial.needs_of`); its name in `_MODULES`, under `TYPE_CHECKING` and in `__all__`; its bytes in
+`mpidl.memory.STATE_BYTES`. CONTRIBUTING.md has the cases and the tests.
 """
 
 from typing import TYPE_CHECKING

@@ -17,6 +17,7 @@ Orthonormalized Updates", algorithm 1 and its distributed form.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -67,7 +68,7 @@ class Dion(torch.optim.Optimizer):
     computes what another one does; gradients travel as for any optimizer there.
     """
 
-    step_needs = StepNeeds(wholes=True)
+    step_needs = StepNeeds(wholes=True, elementwise=("adamw",))
     wide_states = True  # in fp32 also of 16-bit parameters
 
     def __init__(
@@ -86,6 +87,8 @@ class Dion(torch.optim.Optimizer):
         fits = process_group is None or isinstance(process_group, Communicator)
         require("process_group", process_group, fits, "None or a Communicator")
         self.process_group = process_group
+        if process_group is not None:
+            self.step_needs = replace(self.step_needs, averages="factors")
         self._has_own_momenta = self._is_compared = False
         settings = {"lr": lr, "mu": mu, "rank_fraction": rank_fraction, "betas": betas, "eps": eps}
         defaults = {**settings, "weight_decay": weight_decay, "rule": rule}

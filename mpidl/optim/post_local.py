@@ -26,6 +26,7 @@ from ..comm_hooks import GradBucket, Handle, allreduce, completed
 from ..errors import ConfigurationError
 from ..job.agreement import check_everywhere
 from ..mesh.groups import data_group
+from ..optimizer_trial import StepNeeds
 from ..replicas.start_check import check_settings_agree
 from ..setting_checks import integer, require
 
@@ -141,6 +142,8 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
     It shares groups and state with `optimizer`, so that learning-rate schedulers take either. Groups are fixed, as the
     averager's parameters are. Every rank must make the same steps.
     """
+
+    step_needs = StepNeeds(wholes=False, averages="weights")  # `optimizer` tells in its own step if it needs wholes
 
     def __init__(self, optimizer: torch.optim.Optimizer, averager: Averager) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):

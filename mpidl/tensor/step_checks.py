@@ -4,16 +4,17 @@
     LARS, LAMB          add up their norms over tp: mpidl.optim, with mesh=
     Muon, Adafactor     refused; ZeroOptimizer brings the parts together for them
     LBFGS               refused: it depends on several parameters at once
+    1-bit optimizers    refused: a rank would freeze v, and scale what it sends, by its parts
     torch's GradScaler  refused: a rank would skip a step by itself, by its parts
 
-Torch tells of every optimizer's step before it begins, and each optimizer is checked in its first one. Of classes
-that are not torch's nothing is known: they are tried out on a few elements (`optimizer_trial`). Then its gradients are
-compared over tp (`same_gradients`).
+Torch tells of every optimizer's step before it begins, and each optimizer is checked in its first one:
+`optimizer_trial.needs_of` knows what the step needs. Then its gradients are compared over tp (`same_gradients`).
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, wraps
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..errors import ConfigurationError
 from ..job.phase import follow_steps
 from ..mesh import placement
 from ..mesh.mesh import open_meshes
-from ..optimizer_trial import ON_WHOLE_MODELS, ON_WHOLES, try_steps_of
+from ..optimizer_trial import needs_of, try_steps_of
 from ..partial_steps import is_partial
 from ..trained_by import trainer_of
 from .same_gradients import SameGradients
@@ -98,24 +99,36 @@ def refuse_steps_on_parts(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse(optimizer: torch.optim.Optimizer) -> None:
-    parts = (p for group in optimizer.param_groups for p in group["params"] if "tp" in placement(p).axes)
-    part = next(parts, None)
+    if next(_parts(optimizer, optimizer.param_groups), None) is None:
+        return
+    needs = needs_of(type(optimizer), lambda: try_steps_of(optimizer))
+    groups = [group for group in optimizer.param_groups if group.get("rule") not in needs.elementwise]
+    part = next(_parts(optimizer, groups), None)
     if part is None:
         return
-    name, kinds = type(optimizer).__name__, {base.__name__ for base in type(optimizer).__mro__}
-    package = type(optimizer).__module__.partition(".")[0]
-    together, wholes = not kinds.isdisjoint(ON_WHOLE_MODELS), not kinds.isdisjoint(ON_WHOLES)
-    if package not in ("torch", __name__.partition(".")[0]):
-        trial = try_steps_of(optimizer)
-        together, wholes = together or trial.together, wholes or (trial.wholes and not trial.failed)
-    shape = tuple(part.shape)
-    if together:
+    name, shape = type(optimizer).__name__, tuple(part.shape)
+    if needs.dependent:
         raise ConfigurationError(
             f"{name}: a step on a parameter depends on others, and one of shape {shape} is a part, cut over tp; needs "
             "an optimizer that updates each element by itself, such as AdamW"
         )
-    if wholes:
+    if needs.wholes and needs.averages:  # ZeroOptimizer does not join parts for a step that sends by itself
+        raise ConfigurationError(
+            f"{name}: a step needs whole parameters, and one of shape {shape} is a part, cut over tp; needs a mesh "
+            "without tp"
+        )
+    if needs.wholes:
         raise ConfigurationError(
             f"{name}: a step needs whole parameters, and one of shape {shape} is a part, cut over tp; needs "
             f"mpidl.ZeroOptimizer(model, {name}, stage=1, mesh=mesh, ...), which brings the parts together"
         )
+
+
+def _parts(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> Iterator[torch.Tensor]:
+    """The groups' parameters that are cut over tp, but those that the optimizer, a ZeroOptimizer, joins itself."""
+    for group in groups:
+        for p in group["params"]:
+            if "tp" in placement(p).axes:
+                trainer = trainer_of(p)
+                if trainer is None or trainer.optimizer is not optimizer:
+                    yield p

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -21,7 +21,6 @@ from collectives import Communicator
 
 from ...gradients.compression.pipeline import PipelinedReduction
 from ...gradients.compression.sign import CHUNK
-from ...optimizer_trial import StepNeeds
 from ...setting_checks import integer, require
 from .base import OneBitOptimizer
 from .flat import FlatBucket
@@ -110,8 +109,6 @@ class OneBitAdam(FreezingOptimizer):
 
     Raises ConfigurationError for wrong settings; ModelMismatch in the first step where the ranks' settings differ.
     """
-
-    step_needs: ClassVar = StepNeeds(wholes=True, together=True, exchanges=True)
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ from ...gradients.buckets import MIB, BucketLayout, assign, layout_of
 from ...gradients.compression.pipeline import PipelinedReduction
 from ...job.agreement import is_anywhere
 from ...mesh.groups import data_group
+from ...optimizer_trial import StepNeeds
 from ...replicas.start_check import check_settings_agree
 from ...setting_checks import require
 from ..elementwise_state import restore_wide
@@ -47,6 +48,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
     progress: dict; the counters of the method, kept in the first group's "progress", the same on every rank.
     """
 
+    step_needs: ClassVar = StepNeeds(wholes=True, together=True, averages="gradients")
     needs_every_rank: ClassVar[bool] = True  # as the state of a hook: of a rank without batches no zeros stand in
     keys: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")  # of states with an element for each of the parameter's
     wide_states: ClassVar[bool] = True  # in fp32 also of 16-bit parameters

@@ -1,8 +1,8 @@
 """Buckets: parameters side by side, and a flat fp32 array for each state of theirs.
 
-    parameters     p9 | p8 | p7 ...            of the model, where they lie
+parameters     p9 | p8 | p7 ...            of the model, where they lie
 "exp_avg"     [ m9 | m8 | m7 ... | 0 ]     a view of each parameter's shape; the state of the parameter
-    chunks        [ rank 0 | rank 1 | ...]     the owners of an exchange: the shards of ZeRO
+chunks        [ rank 0 | rank 1 | ...]     the owners of an exchange: the shards of ZeRO
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ from collectives import Communicator
 from ...errors import ConfigurationError
 from ...gradients.scalars import values_of
 from ...mesh import placement
-from ...optimizer_trial import StepNeeds
 from ...setting_checks import require
 from ..trust_ratio import squared_norms
 from .adam import FreezingOptimizer
@@ -55,7 +54,6 @@ class OneBitLamb(FreezingOptimizer):
     state_dict; c, r and the scaling in `progress`.
     """
 
-    step_needs: ClassVar = StepNeeds(wholes=True, together=True, exchanges=True)
     keys: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", _FRESH)
 
     def __init__(

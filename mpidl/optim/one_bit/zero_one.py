@@ -19,14 +19,13 @@ Source: Lu et al. 2022, "Maximizing Communication Efficiency for Large-scale Tra
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from collectives import Communicator
 
 from ...errors import TrainingError
-from ...optimizer_trial import StepNeeds
 from ...setting_checks import integer
 from .base import OneBitOptimizer
 from .exchange import OneBitExchange
@@ -59,8 +58,6 @@ class ZeroOneAdam(OneBitOptimizer):
     `error` in a state_dict. While h is above 1, the weights of the last exchange are kept besides, and from the first
     local step on the sum of updates.
     """
-
-    step_needs: ClassVar = StepNeeds(wholes=True, together=True, exchanges=True)
 
     def __init__(
         self,

@@ -4,9 +4,9 @@
     Muon, Adafactor     it needs whole parameters: `whole_steps`
     LBFGS               it depends on several parameters at once: refused
 
-torch's classes are known by name, optimizers of mpidl declare what they need (`optimizer_trial.declared_needs`), and
-any other class is tried out on a few elements. A new optimizer declares `step_needs` in its class (`mpidl.optim` says
-how); nothing changes here.
+torch's classes are known by name, optimizers of mpidl declare what they need, and any other class is tried out on a few
+elements (`optimizer_trial.needs_of`). A new optimizer declares `step_needs` in its class (`mpidl.optim` says how);
+nothing changes here.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ...optimizer_trial import (
     DEPENDENT,
     NOT_SEQUENTIAL,
     ON_WHOLE_MODELS,
-    ON_WHOLES,
     StepNeeds,
-    declared_needs,
+    Trial,
     exchanges_gradients,
+    needs_of,
     notes_in_groups,
     try_steps,
     without_parameters,
@@ -89,21 +89,15 @@ def find_needs(
             )
     if exchanges_gradients(optimizer_class):
         return StepNeeds(wholes=False)  # it has whole ones anyway
-    declared, noted = declared_needs(optimizer_class), frozenset[str]()
-    if declared is not None:
-        found = declared
-    elif any(base.__name__ in ON_WHOLES for base in optimizer_class.__mro__):
-        found = StepNeeds(wholes=True)
-    elif optimizer_class.__module__.partition(".")[0] == "torch":
-        found = StepNeeds(wholes=False)
-    else:
-        trial = try_steps(lambda given: optimizer_class(given, **settings), groups)
-        if trial.together:
-            raise ConfigurationError(f"optimizer_class: {name} cannot be sharded: a step on a parameter {DEPENDENT}")
-        if step_in_backward and not trial.sequential:
-            raise ConfigurationError(f"step_in_backward: {name} {NOT_SEQUENTIAL}")
-        found = StepNeeds(trial.wholes or trial.failed, together=True)  # it may note more than states
-        noted = trial.noted
+    found = needs_of(optimizer_class, lambda: try_steps(lambda given: optimizer_class(given, **settings), groups))
+    noted = frozenset[str]()
+    if found.dependent:
+        raise ConfigurationError(f"optimizer_class: {name} cannot be sharded: a step on a parameter {DEPENDENT}")
+    if step_in_backward and found.together:
+        raise ConfigurationError(f"step_in_backward: {name} {NOT_SEQUENTIAL}")
+    if isinstance(found, Trial):
+        noted = found.noted
+        found = StepNeeds(found.wholes or found.failed, together=True)  # it may note more than states
     if found.wholes and offloaded:
         raise ConfigurationError(
             f"offload: a step of {name} needs whole parameters, and what is offloaded are shards: needs offload=None"

@@ -12,6 +12,7 @@ import mpidl
 from collectives import Communicator
 from mpidl import ConfigurationError, Mesh, TrainingError
 from mpidl.mesh import placement
+from mpidl.optimizer_trial import StepNeeds
 from mpidl.tensor import FeedForwardParallel
 from tests.mpidl.tensor.engines import MESHES, Recipe, Trained, assert_same, batch, train_alone, train_cut
 from tests.mpidl.tensor.reference import all_in_float64, build, loss_of
@@ -46,6 +47,18 @@ class Counting(Normalised):
             for p in group["params"]:
                 if p.grad is not None:
                     p.sub_(p.grad.sign(), alpha=group["lr"])
+
+
+class DeclaresWholes(Counting):
+    """Declares a need that no trial shows."""
+
+    step_needs = StepNeeds(wholes=True)
+
+
+class DeclaresSlices(Normalised):
+    """Declares that it needs no whole parameters, as if it added up its norms over tp."""
+
+    step_needs = StepNeeds(wholes=False)
 
 
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -199,6 +212,7 @@ def test_muon_makes_whole_matrices_orthogonal(comm: Communicator, way: str) -> N
         (torch.optim.Muon, r"Muon: a step needs whole parameters, .* needs mpidl.ZeroOptimizer\(model, Muon"),
         (torch.optim.Adafactor, "Adafactor: a step needs whole parameters"),
         (Normalised, "Normalised: a step needs whole parameters"),
+        (DeclaresWholes, r"DeclaresWholes: a step needs whole parameters, .*ZeroOptimizer\(model, DeclaresWholes"),
         (torch.optim.LBFGS, "LBFGS: a step on a parameter depends on others"),
         (mpidl.optim.LAMB, "LAMB: got parameters that are cut over tp, .* needs mesh="),
     ],
@@ -219,12 +233,30 @@ def test_steps_that_are_right_on_parts_are_taken(comm: Communicator) -> None:
     with Mesh(tp=comm.size, comm=comm) as mesh:
         model = mpidl.parallelize(matrices(), mesh, PLAN)
         model(rows(0)).sum().backward()
-        for optimizer in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, Counting):
+        for optimizer in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, Counting, DeclaresSlices):
             optimizer(model.parameters(), lr=0.1).step()
+        mpidl.optim.Dion([{"params": model.parameters(), "rule": "adamw"}]).step()
         whole = matrices()
         whole(rows(0)).sum().backward()
         assert all(placement(p).cut is None for p in whole.parameters())
         torch.optim.Muon(whole.parameters()).step()  # of a model that is whole
+
+
+@pytest.mark.ranks(2, exactly=True)
+@pytest.mark.parametrize(
+    ("optimizer_class", "needed"),
+    [(mpidl.optim.Dion, "mpidl.ZeroOptimizer"), (mpidl.optim.OneBitAdam, "a mesh without")],
+)
+def test_what_mpidls_own_declare_is_refused(comm: Communicator, optimizer_class: Any, needed: str) -> None:
+    """Also where the parameters were cut after the optimizer had looked at them."""
+    model = matrices().float()
+    optimizer = optimizer_class(model.parameters())
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        mpidl.parallelize(model, mesh, PLAN)
+        model(rows(0).float()).sum().backward()
+        message = rf"{optimizer_class.__name__}: a step needs whole parameters, .* needs {needed}"
+        with pytest.raises(ConfigurationError, match=message):
+            optimizer.step()
 
 
 @pytest.mark.ranks(2, exactly=True)
