@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 if TYPE_CHECKING:
     from .communicator import Communicator
 
-__all__ = ["Parser", "Refused", "at_least", "bytes_text", "check_writable", "names", "parse_together"]
+__all__ = ["Parser", "Refused", "at_least", "bytes_text", "check_writable", "names", "parse_together", "print_error"]
 
 Options = TypeVar("Options")
 
@@ -21,14 +21,21 @@ class Refused(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, which raises Refused in place of printing the usage and exiting."""
+    """argparse without abbreviations, which raises `refusal` in place of printing the usage and exiting."""
+
+    refusal: type[Exception] = Refused
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """Raises Refused."""
-        raise Refused(f"{message} (--help lists the options)")
+        """Raises the refusal."""
+        raise self.refusal(f"{message} (--help lists the options)")
+
+
+def print_error(error: object) -> None:
+    """Prints one line, "error: ...", to the error output. Launchers may look for it."""
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
 
 
 def check_writable(path: Path | None, refusal: type[Exception] = Refused) -> None:
@@ -81,7 +88,7 @@ def parse_together(
             refused = f"{problems[wrong[0]]}{where}"
     if refused is not None:
         if comm.rank == 0:
-            print(f"error: {' '.join(refused.split())}", file=sys.stderr, flush=True)
+            print_error(refused)
         sys.exit(2)
     return found  # type: ignore[no-any-return]
 

@@ -1,12 +1,13 @@
 """Functions for launchers, reports and engines: positions of ranks, names in profiles, what a job leaves.
 
-    about_mpi, usable, directories      the MPI library, the cores of this process, directories of shared memory
-    is_compiled                         whether the part in C is used
-    label, is_debugging                 names for torch.profiler; whether MPIDL_DEBUG asks for checks
+about_mpi, usable, directories      the MPI library, the cores of this process, directories of shared memory
+is_compiled                         whether the part in C is used
+label, is_debugging                 names for torch.profiler; whether MPIDL_DEBUG asks for checks
 Position, listing, deadlocked       the operations that ranks are in, and who waits for whom in a circle
-    describe_program                    what the watchdog's reports say of the program besides
-    calls_of_main_thread                where the program is, for other threads
-    say                                 writes to the error output, after what the program has written
+describe_program                    what the watchdog's reports say of the program besides
+calls_of_main_thread                where the program is, for other threads
+say, PASS_ON_S                      writes to the error output, after what the program has written; seconds until a
+                                    launcher has passed it on
 Witness, witnessed, tell            what a launcher sees of its ranks, and what a rank tells it
 JOB, mapped, exit_status            what a job leaves behind, and the status that a rank is about to exit with
 """
@@ -23,11 +24,12 @@ from .process.labels import label
 from .runtime.positions import Position, listing
 from .runtime.program import describe_program
 from .runtime.stack import calls_of_main_thread
-from .runtime.watchdog import say
+from .runtime.watchdog import PASS_ON_S, say
 from .runtime.witness import Witness, tell, witnessed
 
 __all__ = [
     "JOB",
+    "PASS_ON_S",
     "Position",
     "Witness",
     "about_mpi",

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 import mpidl
-from mpidl.cli import ArgumentParser, Progress, add_device, at_least, check_writable, resolve_device
+from mpidl.cli import ArgumentParser, Progress, add_device, at_least, check_writable, choose_dtype
 from mpidl.data import MarkedTokenizer, Masking, TokenBatches, make_marked_tokenizer, read_corpus
 from mpidl.data.masking import IGNORED
 from mpidl.errors import UsageError
@@ -71,7 +71,7 @@ def parse(comm: Any) -> argparse.Namespace:
     def check(options: argparse.Namespace) -> None:
         if comm.size % options.tp:
             raise UsageError(f"--tp {options.tp}: got {comm.size} ranks; needs a divisor of their number")
-        resolve_device(options)
+        choose_dtype(options)
         check_options(comm, options)
         if comm.rank == 0:
             check_writable(options.json)

@@ -35,7 +35,7 @@ from mpidl.cli import (
     add_device,
     at_least,
     check_writable,
-    resolve_device,
+    choose_dtype,
 )
 from mpidl.data import TokenBatches, make_tokenizer, read_corpus, shares
 from mpidl.errors import ConfigurationError, UsageError
@@ -143,7 +143,7 @@ def parse(comm: Any) -> argparse.Namespace:
             options.batch, options.grad_accum = shares(options.global_batch, comm.size // options.tp, options.batch)
         if options.min_lr is not None and options.min_lr > options.lr:
             raise UsageError(f"--min-lr {options.min_lr}: is above --lr {options.lr}")
-        resolve_device(options)
+        choose_dtype(options)
         check_optimizer(options, options.zero, options.tp)
         if options.check_replicas and options.optimizer in ("dion", "diloco") and not options.zero:
             raise UsageError(f"--check-replicas: ranks of --optimizer {options.optimizer} differ; leave it out")

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 import mpidl
-from mpidl.cli import ArgumentParser, add_compress, add_device, at_least, check_writable, resolve_device
+from mpidl.cli import ArgumentParser, add_compress, add_device, at_least, check_writable, choose_dtype
 from mpidl.data import DataLoader, DistributedSampler
 from mpidl.data.images import Digits, image_folders
 from mpidl.errors import UsageError
@@ -76,7 +76,7 @@ def parse(comm: Any) -> argparse.Namespace:
     shown.add_argument("--no-progress", action="store_true", help="no lines within an epoch")
 
     def check(options: argparse.Namespace) -> None:
-        resolve_device(options)
+        choose_dtype(options)
         check_optimizer(options)
         check_options(comm, options)
         blocks = sum(SIZES[options.model][1])

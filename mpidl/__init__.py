@@ -39,7 +39,8 @@ For training programs:
     activations/       activation checkpointing, with checkpoints sharded, in one arena, or on disk
     checkpoint/        saves and loads a training, on any number of ranks
     memory/            bytes a rank needs, by formula, and bytes it holds
-    resuming, cli      what example programs share: options, when to save and stop; messages of one rank
+    resuming, cli      when a program saves, stops and goes on; options and errors of every command
+    optional_packages  imports a package that mpidl does not depend on, or says how to install it
 
 Helpers of the above: errors; weight_files (safetensors files of a path); model_files (those that fit a model);
 module_tensors (finds a module's tensors, fills those on the meta device); scratch_file (a file without a name, for

@@ -1,4 +1,4 @@
-"""Options, errors and progress lines of programs: on many ranks they are printed once, and an error ends every rank.
+"""Options, errors and progress of every command: on many ranks they are printed once, and an error ends every rank.
 
 `collectives.command_line` has what needs no model; this adds devices, compression and lines of progress.
 """
@@ -12,12 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from collectives import Communicator, command_line
 from collectives.command_line import at_least as at_least
 from collectives.command_line import bytes_text as bytes_text
 from collectives.command_line import names as names
+from collectives.command_line import print_error as print_error
 
 from . import memory
 from .errors import ConfigurationError, UsageError
@@ -26,12 +27,10 @@ from .gradients.compression.settings import OF_PARAMETERS, compression
 from .job.agreement import agree_or_exit
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse, with errors as UsageError."""
+class Parser(command_line.Parser):
+    """argparse without abbreviations, with errors as UsageError."""
 
-    def error(self, message: str) -> NoReturn:
-        """Raises UsageError instead of printing and exiting."""
-        raise UsageError(f"{message} (--help lists the options)")
+    refusal = UsageError
 
 
 class ArgumentParser(Parser):
@@ -61,13 +60,12 @@ class ArgumentParser(Parser):
 
 
 def add_device(parser: Any) -> None:
-    """Adds --device to a parser or a group of its options; see `resolve_device`."""
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: cpu")
+    """Adds --device to a parser or a group of its options."""
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where to train")
 
 
-def resolve_device(options: argparse.Namespace) -> None:
-    """Replaces "auto", and gives --dtype, where it is left out, what is usual there: bf16 on a GPU."""
-    options.device = "cpu" if options.device == "auto" else options.device
+def choose_dtype(options: argparse.Namespace) -> None:
+    """Gives --dtype, where it is left out, what is usual on the device: bf16 on a GPU, else fp32."""
     options.dtype = options.dtype or ("bf16" if options.device == "cuda" else "fp32")
 
 

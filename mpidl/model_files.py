@@ -14,7 +14,7 @@ import torch
 
 from .errors import ConfigurationError, listed
 from .mesh.placement import Cut, Run, placement
-from .weight_files import files_of, library
+from .weight_files import files_of, import_safe_open
 
 Rename = Callable[[str], str | None]
 Read = Callable[[str], Any]
@@ -70,7 +70,7 @@ class ModelFiles:
         self.tensors = {tensor for name, tensor in tensors.items() if name in self._keys}
 
     def _shapes(self, rename: Rename | None) -> dict[str, tuple[int, ...]]:
-        safe_open, problem = library()
+        safe_open, problem = import_safe_open()
         shapes = {}
         for path in files_of(Path(self._path)):
             try:
@@ -113,7 +113,7 @@ class ModelFiles:
     @contextmanager
     def opened(self) -> Iterator[Read]:
         """Context with a function that returns safetensors' slice of the tensor of a name."""
-        safe_open, problem = library()
+        safe_open, problem = import_safe_open()
         reading = Path(self._path)
         with ExitStack() as stack:
             files: dict[Path, Any] = {}

@@ -2,6 +2,10 @@
 
 model.safetensors, or several files and model.safetensors.index.json, which tells what is in which. An index comes from
 anywhere: what it names is a file of its own directory, or it is refused.
+
+model_files            weights of a model under ZeRO or tensor parallelism, each rank its part
+models.pretrained      published weights of GPT-2 and BERT, whole
+checkpoint.importing   weights into a model of any engine; takes the names in an index, and opens the files itself
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigurationError
+from .optional_packages import import_optional
 from .regular_files import read_regular
 
 SINGLE = "model.safetensors"
@@ -58,10 +63,8 @@ def files_of(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-def library() -> tuple[Any, type[Exception]]:
-    """Returns what opens a file, and its error. Raises ConfigurationError without the package."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise ConfigurationError("weights need the package safetensors (pip install safetensors)") from None
-    return safe_open, SafetensorError
+def import_safe_open() -> tuple[Any, type[Exception]]:
+    """Returns safetensors' `safe_open`, and its error. Raises ConfigurationError without the package."""
+    needed = "weights need the package safetensors (pip install safetensors)"
+    safetensors = import_optional("safetensors", needed, ConfigurationError)
+    return safetensors.safe_open, safetensors.SafetensorError

@@ -113,8 +113,9 @@ LAYERS = {
         "programs": "tune bench",
     },
     "mpidl": {
-        "base": "version errors absent_state compiling digest engine_arguments lazy_names module_tensors regular_files "
-        "scratch_file setting_checks standalone trained_by partial_steps optimizer_trial weight_files",
+        "base": "version errors absent_state compiling digest engine_arguments lazy_names module_tensors "
+        "optional_packages regular_files scratch_file setting_checks standalone trained_by partial_steps "
+        "optimizer_trial weight_files",
         "the job": "job",
         "groups of ranks": "mesh job.uneven_inputs",
         "parts of training": "model_files data models nn tensor",

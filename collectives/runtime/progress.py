@@ -36,10 +36,9 @@ from ..process.forked import refuse_if_forked
 from ..process.idle_wait import enter_background
 from ..process.labels import label
 from . import background_errors
-from .watchdog import abort_job, mark_end, say
+from .watchdog import PASS_ON_S, abort_job, mark_end, say
 
 _STRANDED = 2.0  # seconds
-_LAST_WORDS = 0.2  # seconds for the launcher to pass on what was written, before MPI ends the ranks
 
 
 class Work:
@@ -257,14 +256,14 @@ def _finish_what_is_queued() -> None:
     to_drain = sorted(with_hook, key=lambda found: found.number)
     for progress in set(_alive).difference(to_drain):
         progress.close()
-    _end_with_background_errors()
+    _end_with_failed_operations()
     mark_end(of_all=False)
     for progress in to_drain:
         if progress.drain_hook is not None and not MPI.Is_finalized():
             with contextlib.suppress(OperationError):  # of a group that has failed, as has been said
                 progress.drain_hook()
         progress.close()
-    _end_with_background_errors()
+    _end_with_failed_operations()
     mark_end(of_all=True)
     for task in _last:
         task()
@@ -278,12 +277,15 @@ def _end_if_stranded() -> None:
         return
     world, names = MPI.COMM_WORLD, ", ".join(work.name for work in stranded if work is not None)
     say(f"mpidl: rank {world.rank} of {world.size} ends the job: {names} has timed out and is still under way\n")
-    time.sleep(_LAST_WORDS)
+    time.sleep(PASS_ON_S)
     abort_job(exit_status.noted() or 1)
 
 
-def _end_with_background_errors() -> None:
-    """Ends the job with errors that no `wait` has raised. Python takes no other exit status any more."""
+def _end_with_failed_operations() -> None:
+    """Ends the job with operations and messages whose errors no `wait` has raised.
+
+    Python takes no other exit status any more.
+    """
     failed = background_errors.find()
     if not failed or MPI.Is_finalized():
         return
@@ -293,5 +295,5 @@ def _end_with_background_errors() -> None:
             work.wait()
         except (OperationError, MismatchError) as error:
             say(f"mpidl: rank {world.rank} of {world.size} ends the job: {error}; no wait() has raised it\n")
-    time.sleep(_LAST_WORDS)
+    time.sleep(PASS_ON_S)
     abort_job(exit_status.noted() or 1)

@@ -42,13 +42,14 @@ from .program import described
 from .stack import stack_of_main_thread
 
 TIMEOUT = "MPIDL_TIMEOUT"
+PASS_ON_S = 0.2  # seconds for the launcher to pass on what was written, before MPI ends the ranks
 TAGS = (32766, 32767)  # of questions and answers between nodes; users' messages have smaller ones
 _DEFAULT = 600.0
 _ANSWER = 3.0  # seconds that other nodes have to say where their ranks are
 _FRESH = 2.0  # seconds for which an answer counts as where a rank is
 _LAST_MESSAGE = 10.0  # seconds that a message of a rank that has come to its end may still take
 _GRACE = 5.0  # seconds by which other waiting ranks let the lowest report first
-_LAST_WORDS = 2.0  # seconds that late ranks have at most to print where they are
+_LATE_RANKS = 2.0  # seconds that late ranks have at most to print where they are
 _ABSENT = 4.0  # seconds between two looks that only a process that was stopped lets pass
 
 
@@ -252,7 +253,7 @@ class Guard:
         quiet = {self.world[rank]: seconds for rank, seconds in silent.items()}
         mine, size = mine.renumbered(self.world), MPI.COMM_WORLD.size
         say(report(self.world[own], self.world, size, mine, waited, named, quiet, self.name))
-        time.sleep(min(_LAST_WORDS, self.limit / 2))  # late ranks print where they are
+        time.sleep(min(_LATE_RANKS, self.limit / 2))  # late ranks print where they are
         abort_job(next((there.status for there in known.values() if there.status), 1))
 
     def _ask(self) -> None:

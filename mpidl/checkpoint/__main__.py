@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..cli import Parser
+from ..cli import Parser, print_error
 from ..errors import CheckpointError, ConfigurationError, UsageError
 from ..job.ending import INTERRUPTED
 from ..mesh import Cut
@@ -203,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say(error: Exception | str, status: int) -> int:
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    print_error(error)
     return status
 
 

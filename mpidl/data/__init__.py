@@ -7,7 +7,6 @@ batches            the sequences of a text that a rank trains on
 images             small digits, and folders of images
 sampler            the samples of any dataset that a rank trains on, and where an epoch goes on
 loader             batches loaded during the training step; workers: the processes that do it
-optional_packages  imports a package that mpidl does not depend on, or says how to install it
 """
 
 from .batches import TokenBatches, shares

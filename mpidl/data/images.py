@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..errors import UsageError
-from .optional_packages import library
+from ..optional_packages import import_optional
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 # Mean and deviation of ImageNet's colours, with which networks for photographs are customarily trained.
@@ -27,7 +27,9 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
     Handwritten by 13 people; the test part of UCI's "Optical Recognition of Handwritten Digits", bundled with
     scikit-learn. Raises UsageError without scikit-learn.
     """
-    datasets = library("sklearn.datasets", "the digits need the package scikit-learn (pip install 'mpidl[examples]')")
+    datasets = import_optional(
+        "sklearn.datasets", "the digits need the package scikit-learn (pip install 'mpidl[examples]')"
+    )
     images, labels = datasets.load_digits(return_X_y=True)
     return torch.from_numpy(images.astype(np.uint8)).view(-1, 1, 8, 8), torch.from_numpy(labels.astype(np.int64))
 
@@ -152,7 +154,7 @@ def centre(width: int, height: int, share: float = 224 / 256) -> Box:
 
 
 def _pillow() -> Any:
-    return library("PIL.Image", "folders of images need the package pillow (pip install 'mpidl[examples]')")
+    return import_optional("PIL.Image", "folders of images need the package pillow (pip install 'mpidl[examples]')")
 
 
 def image_folders(path: str | Path, size: int, seed: int = 0) -> tuple[ImageFolder, ImageFolder]:

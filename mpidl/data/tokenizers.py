@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import UsageError
-from .optional_packages import library
+from ..optional_packages import import_optional
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
 
@@ -50,7 +50,7 @@ class GPT2Tokenizer:
 
     def __init__(self) -> None:
         instead = "give a directory with merges.txt and vocab.json as --vocab"
-        tiktoken = library(
+        tiktoken = import_optional(
             "tiktoken", f"the gpt2 tokenizer needs the package tiktoken (pip install 'mpidl[text]'); or {instead}"
         )
         try:
@@ -75,7 +75,7 @@ class BytePairs:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        tokenizers = library(
+        tokenizers = import_optional(
             "tokenizers", "the gpt2 tokenizer with --vocab needs the package tokenizers (pip install 'mpidl[text]')"
         )
         merges = _one_of(Path(folder), "merges.txt", "vocab.bpe")

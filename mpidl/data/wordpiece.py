@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import UsageError
+from ..optional_packages import import_optional
 from ..regular_files import read_regular
-from .optional_packages import library
 from .tokenizers import MarkedTokenizer, Tokens, make_tokenizer
 
 _LONGEST_WORD = 100  # characters; a longer one is unknown
@@ -29,7 +29,7 @@ class WordPieceTokenizer(MarkedTokenizer):
     """
 
     def __init__(self, folder: str | Path) -> None:
-        tokenizers = library(
+        tokenizers = import_optional(
             "tokenizers", "the wordpiece tokenizer needs the package tokenizers (pip install 'mpidl[text]')"
         )
         path, settings = Path(folder) / "vocab.txt", Path(folder) / "tokenizer_config.json"

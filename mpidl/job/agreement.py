@@ -93,7 +93,9 @@ def agree_or_exit(comm: Communicator, check: Callable[[], Result]) -> Result:
     if found is None:
         return result  # type: ignore[return-value]
     if comm.rank == 0:
-        print(f"error: {' '.join(str(found).split())}", file=sys.stderr, flush=True)
+        from collectives.command_line import print_error  # which a start need not import
+
+        print_error(found)
     sys.exit(2 if isinstance(found, UsageError | CheckpointMismatch) else 1)
 
 

@@ -37,12 +37,11 @@ from typing import NoReturn
 import torch
 
 from collectives import Communicator, OperationError
-from collectives.diagnostics import exit_status, say
+from collectives.diagnostics import PASS_ON_S, exit_status, say
 
 from ..digest import DIGEST, digest
 
 INTERRUPTED = 130  # exit status, as shells have it for SIGINT
-_LAST_WORDS = 0.2  # seconds for the launcher to pass on what was written, before MPI kills the ranks
 _NOTICE_S = 1.0  # seconds that Python has to notice an interrupt; it does not while it is inside a C function
 TEMP_PATHS: set[Path] = set()  # DIR/NAME.tmp, directories and files of all ranks, renamed when they are finished
 JOB_FILES: set[Path] = set()  # files of all ranks, such as locks
@@ -99,7 +98,7 @@ class _Ending:
         if self._has_news("interrupted"):
             say(f"mpidl: rank {self._comm.rank} of {self._comm.size} ends the job: interrupted\n")
             _end(self._comm, INTERRUPTED)
-        time.sleep(10 * _LAST_WORDS)  # the one that has said so ends all
+        time.sleep(10 * PASS_ON_S)  # the one that has said so ends all
         _end(self._comm, INTERRUPTED)
 
     def _has_news(self, text: str) -> bool:
@@ -110,7 +109,7 @@ class _Ending:
         if self._page.claim():
             self._said.copy_(mine)
             return True
-        deadline = time.monotonic() + _LAST_WORDS
+        deadline = time.monotonic() + PASS_ON_S
         while not self._said.any() and time.monotonic() < deadline:
             time.sleep(0.001)  # the first one is about to write it
         return not torch.equal(self._said, mine)
@@ -183,7 +182,7 @@ def _end_by_hangup() -> None:
 
 
 def _end(comm: Communicator, status: int) -> NoReturn:
-    time.sleep(_LAST_WORDS)
+    time.sleep(PASS_ON_S)
     for path in list(TEMP_PATHS):
         gone = path.with_suffix(".gone")
         with contextlib.suppress(OSError):  # it has been finished, or another rank has been here
@@ -218,8 +217,12 @@ if hasattr(os, "register_at_fork"):
 
 
 @atexit.register
-def _end_with_background_errors() -> None:
-    """Ends the job with errors that no `wait` has raised. Python has joined all threads, and takes no other status."""
+def _end_with_failed_writes() -> None:
+    """Ends the job with failed writes of which no `wait` has told. Python has joined all threads.
+
+    This comes before `collectives` drains its groups and ends the job with its own failures: it waits for no rank, and
+    removes `TEMP_PATHS`.
+    """
     for comm, text in BACKGROUND_ERRORS.values():
         say(f"mpidl: rank {comm.rank} of {comm.size} ends the job: {text}\n")
     for comm, _ in BACKGROUND_ERRORS.values():

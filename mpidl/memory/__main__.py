@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..cli import Parser
+from ..cli import Parser, print_error
 from ..errors import ConfigurationError, UsageError
 from ..gradients.compression import COMPRESSORS
 from ..gradients.compression.settings import OF_PARAMETERS
@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parse(arguments)
         rows, count = estimates(options)
     except (UsageError, ConfigurationError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print_error(error)
         return 2
     if options.json:
         totals = ("model_state", "total", "node_total")

@@ -1,7 +1,6 @@
 """Published GPT-2 weights, in a directory as Hugging Face's transformers saves it.
 
-`config.json` has the sizes, `model.safetensors` all tensors; or `model.safetensors.index.json` tells which of
-several files hold them.
+`config.json` has the sizes; `weight_files` finds the files with the tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ..errors import UsageError, listed
+from ..errors import ConfigurationError, UsageError, listed
+from ..weight_files import files_of, import_safe_open
 from .gpt2 import GPT2, GPT2Config
 
 # Settings that the architecture here takes for granted; a directory with others would give other logits.
@@ -119,27 +119,19 @@ def copy_weights(
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a directory, by name."""
+    """All tensors of a directory, by name. Raises UsageError for files that are missing or cannot be read."""
     try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ImportError:
-        raise UsageError("weights need the package safetensors (pip install 'mpidl[examples]')") from None
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.exists():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise UsageError(f"{index}: has no weight_map")
-        names = sorted(set(weight_map.values()))
+        safe_open, problem = import_safe_open()
+        paths = files_of(folder)
+    except ConfigurationError as error:
+        raise UsageError(str(error)) from None
     tensors: dict[str, torch.Tensor] = {}
-    for name in names:
-        if not (folder / name).is_file():
-            raise UsageError(f"{folder / name}: no such file")
+    for path in paths:
         try:
-            tensors.update(load_file(folder / name))
-        except (SafetensorError, OSError) as error:
-            raise UsageError(f"{folder / name}: cannot be read: {error}") from None
+            with safe_open(path, framework="pt") as file:
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no dictionary)
+        except (problem, OSError) as error:
+            raise UsageError(f"{path}: cannot be read: {error}") from None
     return tensors
 
 

@@ -12,7 +12,7 @@ from mpidl import model_files
 
 def count_elements_read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """From here on reads are counted, by the tensor's name in the files."""
-    safe_open, problem = model_files.library()
+    safe_open, problem = model_files.import_safe_open()
     read: Counter[str] = Counter()
 
     class Opened:
@@ -41,5 +41,5 @@ def count_elements_read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
             return Counted()
 
-    monkeypatch.setattr(model_files, "library", lambda: (Opened, problem))
+    monkeypatch.setattr(model_files, "import_safe_open", lambda: (Opened, problem))
     return read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -154,6 +155,25 @@ def test_broken_directories_are_named(saved, tmp_path: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(UsageError, match="is no JSON"):
         load_config(folder)
+
+
+@pytest.mark.parametrize("file", ["../model.safetensors", "{here}/model.safetensors", "model.bin", 3, ["a"], None])
+def test_an_index_that_names_no_file_of_its_directory_is_refused(saved, file: object) -> None:
+    here = saved()
+    folder = here / "inner"
+    folder.mkdir()
+    (here / "config.json").rename(folder / "config.json")
+    named = file.format(here=here) if isinstance(file, str) else file
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": named}}))
+    with pytest.raises(UsageError, match=r"weight_map: 'a' is in .*; needs the name of a file in the same directory"):
+        load_pretrained(folder)
+
+
+def test_without_the_package_safetensors_it_is_asked_for(saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved()
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(UsageError, match=r"need the package safetensors \(pip install safetensors\)"):
+        load_pretrained(folder)
 
 
 @pytest.mark.parametrize(
