@@ -33,7 +33,7 @@ from .mesh import Mesh
 
 CAME_TO = "MPIDL_CAME_TO"  # the newest checkpoint of a job that has saved one and is started again
 Result = TypeVar("Result")
-_PARTS = ("model", "optimizer", "scheduler", "scaler", "sampler")
+_NAMES = ("model", "optimizer", "scheduler", "scaler", "sampler")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -138,11 +138,11 @@ class Checkpoints:
         due = done == last or (options.save_every and done % options.save_every == 0)
         if options.checkpoint_dir and (due or stopping):
             kept = {"settings": self._settings, **extra()}
-            parts: dict[str, Any] = dict(zip(_PARTS, self._training, strict=False))
+            training: dict[str, Any] = dict(zip(_NAMES, self._training, strict=False))
 
             def save() -> None:  # each rank what it owns
                 how = {"keep_last": options.keep_last, "mesh": self._mesh}
-                checkpoint.save(options.checkpoint_dir, step=done, extra=kept, **how, **parts)
+                checkpoint.save(options.checkpoint_dir, step=done, extra=kept, **how, **training)
 
             in_one_line(self._comm, save)
         if stopping:

@@ -10,7 +10,7 @@
                          json_encoding: nested values as JSON
     what is valid        schema: an index; json_checks: single values
     back into memory     matching: makes a plan by names and shapes; reading: ranges of tensors;
-                         saved_state_check: whether the optimizer understands its states; part_checks: whether a
+                         saved_state_check: whether the optimizer understands its states; stateful_checks: whether a
                          scheduler, a scaler or a sampler can go on with its state
     over a mesh          cuts: elements that two cuts have in common; joining: parts that make whole tensors;
                          parts: where they do not, a checkpoint of each part

@@ -117,7 +117,7 @@ class Engine:
         self._hold(join([by_number[number] for number in sorted(by_number)], self.part.number))
         return self
 
-    def hold_apart(self, reason: str | None = None) -> None:
+    def hold_separately(self, reason: str | None = None) -> None:
         """Takes the part of the model that this rank trains for a whole model by itself. reason: of the save."""
         reason = reason or self.join.reason
         self.part = replace(self.part, joined=False)
@@ -324,7 +324,7 @@ class Engine:
         return found
 
     def hook_state(self) -> Any:
-        """Returns the state of DDP's communication hook, or the hook itself, if it can be saved; else None.
+        """Returns the state of the communication hook, or the hook itself, if it can be saved; else None.
 
         None with `compress=`, whose state does not belong to a rank.
         """
@@ -344,7 +344,8 @@ class Engine:
 
     def _hook(self) -> tuple[Any, Any, Any]:
         """Returns the hook's state, the hook, and the object of which it is a method."""
-        state, hook = (None, None) if self.ddp is None or self.ddp._hook is None else self.ddp._hook
+        engine = self.zero if self.zero is not None else self.ddp
+        state, hook = (None, None) if engine is None or engine.comm_hook is None else engine.comm_hook
         return state, hook, getattr(hook, "__self__", None)
 
 

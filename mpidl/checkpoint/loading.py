@@ -24,7 +24,7 @@ from ..errors import CheckpointError, CheckpointMismatch
 from ..job.agreement import on_rank_0, together
 from ..mesh import Mesh
 from ..replicas.start_check import check_settings_agree
-from . import cuts, folder, index, json_encoding, part_checks, parts
+from . import cuts, folder, index, json_encoding, parts, stateful_checks
 from . import random_states as randoms
 from .collect import state_of
 from .engine import Engine, engine_of
@@ -87,12 +87,12 @@ def load(
     check_settings_agree(comm, "checkpoint.load", {"path": str(path), "engine": engine.kind, "verify": verify})
     opened = open_checkpoint(comm, path)
     content = own_content(engine, opened)
-    parts = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
-    parts = {name: part for name, part in parts.items() if part is not None}
+    stateful = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
+    stateful = {name: each for name, each in stateful.items() if each is not None}
     with Reader(content) as reader:
-        made = together(comm, lambda: _prepare(engine, reader, parts, random_states, verify))
+        made = together(comm, lambda: _prepare(engine, reader, stateful, random_states, verify))
         extra, random = together(comm, lambda: _read_small(engine, reader, random_states))
-        _load_parts(engine, reader, parts)
+        _load_stateful(engine, reader, stateful)
         try:
             with engine.writing(made.unseen):
                 together(comm, lambda: reader.fill(made.requests, engine.forget))
@@ -103,7 +103,7 @@ def load(
         except CheckpointError as error:  # of a file that could be read when it was checked
             raise CheckpointError(f"{error}; a part of it is loaded: load all of one before going on") from error
     if comm.rank == 0:
-        anew = "scaler" in parts and part_checks.starts_anew(scaler, content.about["scaler"])
+        anew = "scaler" in stateful and stateful_checks.starts_anew(scaler, content.about["scaler"])
         off = ["the scaler was saved while it was not enabled; the one here keeps its own scale"] if anew else []
         for said in [*made.compression.said, *off]:
             warnings.warn(f"checkpoint.load: {content.file}: {said}", RuntimeWarning, stacklevel=2)
@@ -135,7 +135,7 @@ def own_content(engine: Engine, content: Index) -> Index:
     Raises CheckpointMismatch on every rank for a model that lies in other parts here, if one of both does not join.
     """
     if "parts" in content.about:
-        engine.hold_apart()
+        engine.hold_separately()
         return parts.own_content(engine.part, content)
     if engine.join.reason is not None:
         raise CheckpointMismatch(
@@ -145,25 +145,25 @@ def own_content(engine: Engine, content: Index) -> Index:
     return content
 
 
-def _prepare(engine: Engine, reader: Reader, parts: Mapping[str, Any], random: bool, verify: bool) -> ReadPlan:
+def _prepare(engine: Engine, reader: Reader, stateful: Mapping[str, Any], random: bool, verify: bool) -> ReadPlan:
     """Checks everything that can be wrong without a change, and returns the plan."""
     content = reader.index
     engine.check_writable()
     made = plan(engine, content)
-    for name, part in parts.items():
-        here = state_of(name, part)
+    for name, each in stateful.items():
+        here = state_of(name, each)
         if name not in content.about:
             raise CheckpointMismatch(f"{content.file}: was saved without a {name}")
-        own_class, saved_class = type(part).__name__, content.about.get(f"{name}_class")
+        own_class, saved_class = type(each).__name__, content.about.get(f"{name}_class")
         if saved_class not in (None, own_class):
             raise CheckpointMismatch(
                 f"{content.file}: holds the state of {saved_class}; the {name} here is {own_class}"
             )
         try:
-            part_checks.check_state(part, content.about[name], here)
+            stateful_checks.check_state(each, content.about[name], here)
         except json_encoding.Malformed as error:
             raise CheckpointError(f"{content.file}: {json_encoding.within(name, error)}") from None
-    kept = [content.about[name] for name in (*parts, "extra")]
+    kept = [content.about[name] for name in (*stateful, "extra")]
     small = [*made.small, *json_encoding.names_in([*kept, content.about["model"].get("extra_state")])]
     own = own_states(engine, content)
     small += json_encoding.names_in({name: value for name, value in own.items() if random or name != "random"})
@@ -193,7 +193,7 @@ def _read_small(engine: Engine, reader: Reader, random: bool) -> tuple[Any, Any]
     return extra, states
 
 
-def _load_parts(engine: Engine, reader: Reader, parts: Mapping[str, Any]) -> None:
+def _load_stateful(engine: Engine, reader: Reader, stateful: Mapping[str, Any]) -> None:
     """Loads scheduler, scaler, sampler and the modules' extra states. Collective.
 
     If one raises an error, on any rank, all get their former states back.
@@ -208,7 +208,7 @@ def _load_parts(engine: Engine, reader: Reader, parts: Mapping[str, Any]) -> Non
             states[name] = saved, copy.deepcopy(module.get_extra_state()), module.set_extra_state
         return states
 
-    all_ = {**parts}
+    all_ = {**stateful}
     if engine.averager is not None and "averager" in about:
         all_["averager"] = engine.averager
     states = together(engine.whole, there)
@@ -268,6 +268,6 @@ def _scale_factor(content: Index, scaler: Any) -> float:
     1 for scalers of a class of the program's own, whose states do not have the scale under torch's name.
     """
     state = content.about.get("scaler") or {"scale": 1.0}
-    saved = part_checks.number_of(state.get("scale")) if isinstance(state, dict) else None
+    saved = stateful_checks.number_of(state.get("scale")) if isinstance(state, dict) else None
     here: float = scaler.get_scale() if hasattr(scaler, "get_scale") else 1.0
     return here / saved if saved else 1.0

@@ -16,7 +16,7 @@ import torch
 from ..errors import CheckpointError, CheckpointMismatch, ConfigurationError, listed
 from ..mesh.placement import Cut
 from ..optim.elementwise_state import mark_replicated, saved_state
-from . import compression_state, cuts, json_encoding, part_checks
+from . import compression_state, cuts, json_encoding, stateful_checks
 from .collect import IMPLEMENTATION, rank_name
 from .engine import Engine
 from .held_tensor import HeldTensor, Share
@@ -257,7 +257,7 @@ def _check_settings(index: Index, number: int, saved: Mapping[str, Any], group: 
         try:
             of_scheduler = key in _OF_SCHEDULERS and group.get(key, 0) is not None
             if of_scheduler and json_encoding.kind_of(value) != "tensor":
-                part_checks.any_number(value)
+                stateful_checks.any_number(value)
             json_encoding.check_kinds(value, here)
         except json_encoding.Malformed as error:
             where = f"optimizer.groups.{number}.{json_encoding.within(key, error)}"

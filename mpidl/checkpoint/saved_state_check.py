@@ -19,8 +19,8 @@ from .engine import Engine
 from .held_tensor import HeldTensor
 from .index import Index
 from .json_encoding import Malformed, check_at
-from .part_checks import count
 from .schema import SLICES
+from .stateful_checks import count
 
 
 class KeptStates:

@@ -88,8 +88,8 @@ def save(
     settings: dict[str, Any] = {"path": str(path), "step": step, "micro_step": micro_step, "keep_last": keep_last}
     settings |= {"background": background, "compare": compare, "engine": engine.kind}
     settings |= {"axes of parts": engine.part.sizes}
-    parts = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
-    settings |= {name: None if part is None else type(part).__name__ for name, part in parts.items()}
+    stateful = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
+    settings |= {name: None if each is None else type(each).__name__ for name, each in stateful.items()}
     check_settings_agree(comm, "checkpoint.save", settings)
     if engine.hook_lost and comm.rank == 0:
         warnings.warn(
@@ -103,14 +103,14 @@ def save(
 
     def collected() -> Collected:
         states = random_states, compressed
-        return together(comm, lambda: collect(engine, parts, step, micro_step, gradients, extra, *states))
+        return together(comm, lambda: collect(engine, stateful, step, micro_step, gradients, extra, *states))
 
     if engine.part.joined and engine.join.reason is not None:
-        engine.hold_apart()
+        engine.hold_separately()
     found = collected()
     reason = _differing(engine, found) if engine.part.joined else None
     if reason is not None:
-        engine.hold_apart(reason)
+        engine.hold_separately(reason)
         found = collected()
     if compare:
         engine.check_replicas(f"{folder.name_of(step)} was not saved", found.shared, found.copied)

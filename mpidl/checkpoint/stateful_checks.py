@@ -95,37 +95,37 @@ _POSITION = record(
 )
 
 
-def check_state(part: Any, saved: Any, here: Any) -> None:
+def check_state(stateful: Any, saved: Any, here: Any) -> None:
     """Raises Malformed for a saved state with which a class of torch or mpidl could not go on.
 
-    part: the scheduler, scaler or sampler.
+    stateful: the scheduler, scaler or sampler.
     saved: the state, encoded.
-    here: `part.state_dict()`.
+    here: `stateful.state_dict()`.
 
     A class of the program checks its states itself. Of its schedulers that leave loading to torch `last_epoch` is
     checked.
     """
-    loads = getattr(part.load_state_dict, "__module__", None)
+    loads = getattr(stateful.load_state_dict, "__module__", None)
     if not _is_own(loads):
         return
-    if isinstance(part, LRScheduler):
-        if not _is_own(type(part).__module__):
+    if isinstance(stateful, LRScheduler):
+        if not _is_own(type(stateful).__module__):
             here = {key: here[key] for key in ("last_epoch",) if isinstance(here, Mapping) and key in here}
-        _scheduler(part, saved, json_encoding.encode(here, "scheduler", {}))
-    elif isinstance(part, torch.amp.GradScaler):
+        _scheduler(stateful, saved, json_encoding.encode(here, "scheduler", {}))
+    elif isinstance(stateful, torch.amp.GradScaler):
         if here and saved != {}:
             _SCALER(saved)
     elif loads in _SAMPLERS:
         _POSITION(saved)
         if saved["seed"] + saved["epoch"] > _SEED:
             raise Malformed(f"is {saved['epoch']}; needs a sum with the seed of at most 2^64 - 1", ("epoch",))
-    elif _is_own(type(part).__module__):
+    elif _is_own(type(stateful).__module__):
         json_encoding.check_kinds(saved, json_encoding.encode(here, "state", {}), lists_grow=False)
 
 
-def starts_anew(part: Any, saved: Any) -> bool:
+def starts_anew(stateful: Any, saved: Any) -> bool:
     """Returns True for an enabled GradScaler that finds the state of one that was not."""
-    return isinstance(part, torch.amp.GradScaler) and part.is_enabled() and bool(saved == {})
+    return isinstance(stateful, torch.amp.GradScaler) and stateful.is_enabled() and bool(saved == {})
 
 
 def _is_own(module: str | None) -> bool:

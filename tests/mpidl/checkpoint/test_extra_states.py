@@ -129,10 +129,19 @@ class Averaging:
         return mpidl.comm_hooks.completed()
 
 
-def test_the_state_of_a_communication_hook_comes_back_to_its_rank(comm, shared: Path) -> None:
+def registers(run: Run) -> Any:
+    """What takes a hook: the wrapper, or the ZeroOptimizer."""
+    return run.call if run.engine == "ddp" else run.optimizer
+
+
+engines_of_hooks = pytest.mark.parametrize("engine", ["ddp", "stage 2"])
+
+
+@engines_of_hooks
+def test_the_state_of_a_communication_hook_comes_back_to_its_rank(comm, shared: Path, engine: str) -> None:
     def run(state: Averaging) -> Run:
-        made = Run("ddp", comm)
-        made.call.register_comm_hook(state, lambda _, bucket: mpidl.comm_hooks.allreduce(comm, bucket))
+        made = Run(engine, comm)
+        registers(made).register_comm_hook(state, lambda _, bucket: bucket.reduce(process_group=comm))
         return made
 
     run(Averaging(comm.rank + 10)).save(shared, 0)
@@ -142,18 +151,19 @@ def test_the_state_of_a_communication_hook_comes_back_to_its_rank(comm, shared: 
     # On fewer ranks, and where the hook is a method of what has the state.
     alone = comm.split(0 if comm.rank == 0 else None)
     if alone is not None:
-        method = Run("ddp", alone)
-        method.call.register_comm_hook(None, state.reduce)
+        method = Run(engine, alone)
+        registers(method).register_comm_hook(None, state.reduce)
         state.residual += 1
         method.load(shared)
         assert state.residual.tolist() == [10.0] * 3
         alone.close()
 
 
-def test_a_hook_s_state_that_cannot_be_kept_is_told(comm, shared: Path) -> None:
+@engines_of_hooks
+def test_a_hook_s_state_that_cannot_be_kept_is_told(comm, shared: Path, engine: str) -> None:
     def save_with(state: Any) -> list[str]:
-        run = Run("ddp", comm)
-        run.call.register_comm_hook(state, lambda _, bucket: mpidl.comm_hooks.allreduce(comm, bucket))
+        run = Run(engine, comm)
+        registers(run).register_comm_hook(state, lambda _, bucket: bucket.reduce(process_group=comm))
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             run.save(shared, 0)
