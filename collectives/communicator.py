@@ -298,7 +298,7 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
             arguments.own_part("all_gather: x", data, parts, self.rank)
             arguments.refuse_overlap("all_gather", data, target, parts, self.rank)
             if algorithm == "auto" and self._dispatch.is_shared(target.address):
-                shared = self._dispatch.composed
+                shared = self._dispatch.shared_memory_backend
                 if shared is not None and shared in self._dispatch.selection.names("all_gather"):
                     algorithm = shared
             chosen = self._calls.choose("all_gather", algorithm, data, target.nbytes)

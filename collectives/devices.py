@@ -72,7 +72,7 @@ class Place:
         return comm.nodes == 1
 
     def with_own_storage(self, part: torch.Tensor) -> torch.Tensor:
-        """A tensor over the memory of a flat one, whose storage is no larger, so that it counts as what it is."""
+        """A tensor over the memory of a flat one whose storage holds only it, so that its storage has its size."""
         if part.numel() == 0:
             return torch.empty(0, dtype=part.dtype, device=part.device)
         return torch.from_numpy(part.view(torch.uint8).numpy()).view(part.dtype)

@@ -20,7 +20,7 @@
 A new backend is a file with a subclass of `Backend`, its line in `registry.MAKERS` and its line above; a new schedule
 is a file in `collectives.schedules.algorithms` and its name in `NAMES` and `ALGORITHMS` there. A new operation is
 declared in `Backend` and defined in every backend that has it. Three other files name a backend; check them when you
-add or rename one: `tables`, by which "auto" chooses; the program's file that asks by name for the one that
-adds in the order of ranks; and `collectives.bench.sides`, for the benchmark. CONTRIBUTING.md has the steps and the
+add or rename one: `tables`, by which "auto" chooses; the engines' file that asks by name for the one that adds in the
+order of ranks; and `collectives.bench.sides`, for the benchmark. CONTRIBUTING.md has the names, the steps and the
 tests.
 """

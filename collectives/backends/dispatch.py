@@ -213,7 +213,7 @@ class Dispatch:
     # ---- groups and memory ------------------------------------------------------------------------------------
 
     @property
-    def composed(self) -> str | None:
+    def shared_memory_backend(self) -> str | None:
         """The name of the backend that shares memory here, if there is one."""
         return in_shared_memory(self.backends)
 

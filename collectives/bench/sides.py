@@ -33,8 +33,8 @@ from .operations import Case
 
 Call = Callable[[], Any]
 BUFFERS = ("user", "symmetric")
-COMPOSED = ("symmetric", "symmetric_or_mpi", "hierarchical")
-ALGORITHM_NAMES = ("auto", *COMPOSED, *sorted({name for family in ALGORITHMS.values() for name in family}))
+OVER_SHARED_MEMORY = ("symmetric", "symmetric_or_mpi", "hierarchical")
+ALGORITHM_NAMES = ("auto", *OVER_SHARED_MEMORY, *sorted({name for family in ALGORITHMS.values() for name in family}))
 PEERS = ("mpi", "gloo", "copy")  # that have one kind of arrays only
 NAMES = {"cpu": (*ALGORITHM_NAMES, KERNEL, *PEERS), "cuda": (*TRANSPORTS, *PEERS, "nccl")}
 _OPERATORS = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX, "none": MPI.SUM}
@@ -77,7 +77,7 @@ def side_of(
     elif device.is_gpu:
         if name in device.groups and (buffer == "user" or name == "ipc"):
             call = ours(device.groups[name], case, place, arrays)
-    elif name in comm.algorithms(case.operation.name) and (buffer == "user" or name in ("auto", *COMPOSED)):
+    elif name in comm.algorithms(case.operation.name) and (buffer == "user" or name in ("auto", *OVER_SHARED_MEMORY)):
         call = ours(comm, case, place, arrays, **({} if name == "auto" else {"algorithm": name}))
     return None if call is None else Side(call, arrays.out)
 

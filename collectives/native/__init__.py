@@ -10,8 +10,7 @@
 Python's own part of an operation is as long as a message of a few KiB takes, and several times as long where other work
 has taken the caches meanwhile. Each of these has a twin in Python that does the same: `base.buffers.signature`,
 `group.issue.Issuer.prepare`, `memory.counters`, `backends.mpi`, `backends.symmetric.operation`, the method itself. The
-twins run where there was no C
-compiler, and with MPIDL_NATIVE=0.
+twins run where there was no C compiler, and with MPIDL_NATIVE=0.
 
 compiled: the module of these; None where it cannot be used.
 """

@@ -5,8 +5,8 @@
     after it             by the order in which gradients arrived on rank 0, which all ranks take over
 
 The new order is laid out as the second pass begins, and kept until other parameters train. `compress="auto"` changes
-the size of buckets with the method that it tries or takes: they are laid out anew as the next pass begins. Parameters with sparse
-gradients follow all others, one a bucket, which has no memory.
+the size of buckets with the method that it tries or takes: they are laid out anew as the next pass begins. Parameters
+with sparse gradients follow all others, one a bucket, which has no memory.
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", sections 3.2 and 4.2.
 """

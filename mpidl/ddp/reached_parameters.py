@@ -145,10 +145,11 @@ class ReachedParameters:
         return [(p in arrivals and p not in without) or (p in accumulated and p.grad is not None) for p in parameters]
 
     def agree(self, *, stepped: bool) -> tuple[set[torch.nn.Parameter], dict[torch.nn.Parameter, int], bool]:
-        """The parameters to which any rank's pass gave a gradient, and those that a rank must not have missed, with it.
+        """Returns the parameters that any rank has reached, those that a rank has missed with that rank, and `waits`.
 
-        Under static_graph the latter are those whose gradient came more or less often than in the first pass. Last,
-        True where none is missed but some may get their gradient in another backward pass of the same forward pass.
+        A missed one is an error; under static_graph it is one whose gradient came more or less often than in the first
+        pass. `waits` is True where none is missed, but some may get their gradient in another backward pass of the same
+        forward pass.
         Collective. Raises TrainingError on every rank for a step in the pass that another has made.
 
         stepped: whether the pass itself has made steps.

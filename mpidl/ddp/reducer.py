@@ -130,7 +130,7 @@ class Reducer:
             ),
             reached=(self.queue.arrive,),
             reduced=(self.queue.launch_rest, self.queue.finish),
-            finished=(self._end_quietly, self.queue.end),
+            finished=(self._end_without_agreement, self.queue.end),
             abandoned=(self.queue.reset, self._abandon),
             communicates=lambda: self.queue.synchronise,
         )
@@ -264,9 +264,9 @@ class Reducer:
     def _note_versions(self) -> None:
         self._foreign.begin(self.trained.parameters)
 
-    def _end_quietly(self) -> None:
+    def _end_without_agreement(self) -> None:
         if not self.queue.synchronise:
-            self._foreign.end_quietly()
+            self._foreign.end_without_agreement()
 
     def _take(self, bucket: GradientBucket, index: int) -> None:
         """Moves a complete gradient into its place in the bucket, unless it lies there already."""

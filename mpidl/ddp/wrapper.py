@@ -133,7 +133,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.compressed: CompressedReduction | None = None
         self._reducer: Reducer | None = None
         self._retirement: Retirement | None = None
-        self._quiet = False
+        self._in_no_sync = False
         self._watch = BackwardWatch()
         self._first_pass: FirstPass | None = None
         self._divide_contributions()
@@ -158,7 +158,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
         None, and not collective, in a pass that is not synchronised.
         """
-        if self._reducer is not None or self._quiet:
+        if self._reducer is not None or self._in_no_sync:
             return None
         try:
             self._compare()
@@ -237,7 +237,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     @uncompiled
     def _before_forward(self) -> None:
         self._watch.before_forward()
-        if torch.is_grad_enabled() and not self._quiet and not inside_backward():
+        if torch.is_grad_enabled() and not self._in_no_sync and not inside_backward():
             self._place.refuse_capture("DistributedDataParallel")
             if self._reducer is not None:
                 self._reducer.before_forward(self.module.training)
@@ -309,11 +309,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     @property
     def require_backward_grad_sync(self) -> bool:
         """Returns whether backward passes communicate; may be set before the forward pass instead of `no_sync`."""
-        return not self._quiet
+        return not self._in_no_sync
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, synchronise: bool) -> None:
-        self._quiet = not synchronise
+        self._in_no_sync = not synchronise
         if self._reducer is not None:
             self._reducer.queue.synchronise = bool(synchronise)
 
@@ -340,6 +340,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._hook = (state, hook)
         if self._reducer is not None:
             self._reducer.means.hook = self._hook
+
+    @property
+    def comm_hook(self) -> tuple[Any, comm_hooks.Hook] | None:
+        """The state and the hook that communicate in place of the all-reduce; None without."""
+        return self._hook
 
     def step_in_backward(self, *optimizers: torch.optim.Optimizer) -> None:
         """Has backward passes make the optimizers' steps; without optimizers they step no more. Collective.

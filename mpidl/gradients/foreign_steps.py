@@ -98,7 +98,7 @@ class ForeignSteps:
         self._stepped = stepped
         self._before.update(zip(parameters, self._marks(parameters), strict=True))
 
-    def end_quietly(self) -> None:
+    def end_without_agreement(self) -> None:
         """Ends a pass that does not communicate; the `found` of the next one that does tells what was changed."""
         now = self._marks(self._parameters)
         written = {p for p, version in zip(self._parameters, now, strict=True) if version != self._before[p]}

@@ -1,11 +1,11 @@
 """Supervises a job: runs it until it is done, is asked to stop, or fails too often.
 
-    status 0                          done
+status 0                          done
 75, or a signal came              stopped, status 75: it is not started again here; a scheduler may do so
 2                                 the command was used wrongly: no restart makes it right
-    anything else                     started again from the newest checkpoint, after a pause that doubles while no
-                                      newer checkpoint comes about, at most `max_restarts` times; given up when none
-                                      has come about in `patience` runs in a row
+anything else                     started again from the newest checkpoint, after a pause that doubles while no
+                                  newer checkpoint comes about, at most `max_restarts` times; given up when none
+                                  has come about in `patience` runs in a row
 """
 
 from __future__ import annotations

@@ -33,13 +33,14 @@ from ..gradients.compression.settings import compression, parameter_compressor
 from ..optim.rank_mean import METHODS
 from ..tensor import Plan
 from ..tensor.counting import outline
+from ..zero.gradients.buffer_pool import ROTATING
+from ..zero.parameters.units import cut
 from .optimizer_state import WHOLE, StateBytes, name_of, state_of
 from .process import MIB
 
 STAGES = (0, 1, 2, 3)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OFFLOAD = ("cpu", "disk")
-_ROTATING = 3  # gradient buckets of stage 2 at a time; of stage 3 the model's own, one that fills and one in flight
 
 
 @dataclass(frozen=True)
@@ -330,11 +331,11 @@ def _of_number(
         buffers=0,
         gradients=gradients,
         optimizer=round(number * state.of(dtype, number)),
-        buckets=min(gradients, round(_ROTATING * cap * itemsize / dtype.itemsize)),
-        ddp_buckets=min(gradients, round(_ROTATING * cap)),
+        buckets=min(gradients, round(ROTATING * cap * itemsize / dtype.itemsize)),
+        ddp_buckets=min(gradients, round(ROTATING * cap)),
         unit=largest,
         own=largest,
-        unit_gradients=min(gradients, _ROTATING * round(unit * itemsize)),
+        unit_gradients=min(gradients, ROTATING * round(unit * itemsize)),
         trained=round(number),
         shapes=(),
         gathered=round(unit),
@@ -345,7 +346,6 @@ def _of_model(
     model: torch.nn.Module, dtype: str | None, reduced: torch.dtype | None, state: StateBytes, cap: float
 ) -> _Whole:
     """cap: of buckets, in bytes of parameters."""
-    from ..zero.parameters.units import cut  # the engines may import this package
 
     def stand_in(p: torch.Tensor) -> torch.Tensor:
         wanted = DTYPES[dtype] if dtype and p.is_floating_point() else p.dtype
@@ -362,11 +362,11 @@ def _of_model(
         buffers=_bytes(list(model.buffers())),
         gradients=_bytes(trained, reduced),
         optimizer=round(sum(q.numel() * state.of(q.dtype, q.numel(), q.shape) for q in trained)),
-        buckets=sum(sorted(buckets)[-_ROTATING:]),
+        buckets=sum(sorted(buckets)[-ROTATING:]),
         ddp_buckets=_of_ddp(of_ddp),
         unit=max((_bytes(unit) for unit in units[:-1]), default=0),
         own=_bytes(units[-1]),
-        unit_gradients=flats[-1] + sum(sorted(flats[:-1])[1 - _ROTATING :]),
+        unit_gradients=flats[-1] + sum(sorted(flats[:-1])[1 - ROTATING :]),
         trained=sum(q.numel() for q in trained),
         shapes=[q.shape for q in trained],
         gathered=max(map(_largest_flat, units)),

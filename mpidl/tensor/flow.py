@@ -8,6 +8,9 @@
 
 What is done to them is judged by the caller, which knows what acts on single features or heads: what it does not list
 is not known.
+
+The source is read, as it shows both branches of an `if` and calls that no input takes; `torch.fx` and `torch.export`
+follow one path, and stop where it depends on values.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ would then diverge silently.
     which steps      the first ten of an optimizer, then every tenth (`mesh.norm.is_compared`)
 
 Every rank of tp steps with the same optimizers, so that all come to the same operations in the same order. Gradients
-that a ZeroOptimizer holds are compared by its own step (`zero.gradients.replicated_over_tp`), and those that a
+that a ZeroOptimizer holds are compared by its own step (`zero.gradients.same_gradients`), and those that a
 backward pass has used are gone: neither are looked at.
 """
 

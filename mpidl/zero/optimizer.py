@@ -163,7 +163,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         clears_with(parts.model, self)
         self._comm, self._prototype = parts.comm, parts.prototype
         self._is_built = False
-        pairs = zip(parts.prototype.param_groups, parts.groups, strict=True)
+        pairs = zip(parts.prototype.param_groups, parts.param_groups, strict=True)
         super().__init__([{**without_parameters(made), **group} for made, group in pairs], parts.prototype.defaults)
         self._is_built, self._installed = True, parts
         state: Any = parts.inner.state
@@ -239,6 +239,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if reducer.counted["reductions"]:
             raise ConfigurationConflict("register_comm_hook: training has begun; register it before")
         reducer.hook = state, hook
+
+    @property
+    def comm_hook(self) -> tuple[Any, Hook] | None:
+        """The state and the hook that communicate in place of the reduce-scatter; None without."""
+        return self._parts.shard_reducer.hook
 
     @property
     def compressed(self) -> CompressedReduction | None:
@@ -447,11 +452,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         pending_update: whether a delayed update is under way that `flush` would show.
         """
         parts = self._parts
-        inner, replicas = parts.inner, parts.group.replicas
+        inner, replica_comm = parts.inner, parts.shard_group.replica_comm
         return {
             **facts(parts.shard_reducer.queue.buckets, self.parameter_names()),
-            "shard_ranks": parts.group.size,
-            "replicas": 1 if replicas is None else replicas.size,
+            "shard_ranks": parts.shard_group.size,
+            "replicas": 1 if replica_comm is None else replica_comm.size,
             "steps_on": "wholes" if inner.needs_wholes else "replicas" if inner.updates_wholes else "slices",
             "pending_update": parts.offloaded is not None and parts.offloaded.pending,
         }

@@ -29,7 +29,7 @@ from .stepping.inner import InnerOptimizer
 
 if TYPE_CHECKING:  # at run time with compress=, offload= or tp alone: few programs need them
     from ..gradients.compression.hook import CompressedReduction
-    from .gradients.replicated_over_tp import ReplicatedOverTp
+    from .gradients.same_gradients import SameGradients
     from .offload import OffloadedOptimizer
 
 
@@ -37,12 +37,12 @@ if TYPE_CHECKING:  # at run time with compress=, offload= or tp alone: few progr
 class Parts:
     """The parts of a ZeroOptimizer.
 
-    group: the ranks: all of them, those that have shards, those with this rank's shard.
-    mesh: the axes over which the norm of the whole model is taken; None: those of `group`.
+    shard_group: the ranks: all of them, those that have shards, those with this rank's shard.
+    mesh: the axes over which the norm of the whole model is taken; None: those of `shard_group`.
     model: the plain model, trained in place.
     place: where its parameters lie.
     names: of the model's state_dict.
-    groups: list of dicts; the parameter groups as given, with the model's parameters.
+    param_groups: list of dicts; the parameter groups as given, with the model's parameters.
     prototype: optimizer of the inner class on single elements; refuses wrong groups before anything is changed.
     find_needs: function of groups; what a step on them needs besides slices.
     trained: list of the parameters that train; grows by add_param_group.
@@ -53,7 +53,7 @@ class Parts:
     shard_reducer: reduces gradients to shards in backward passes.
     reduced_gradients: the gradients between passes.
     grad_attributes: shows them as `.grad`.
-    replicated: compares them over tp before a step; None without tp.
+    same_gradients: compares them over tp before a step; None without tp.
     inner: steps on the slices' values.
     offloaded: the same, where state is offloaded; else None.
     guard: refuses weights that were changed from outside.
@@ -64,12 +64,12 @@ class Parts:
     dtypes: of parameters before `precision`.
     """
 
-    group: ShardGroup
+    shard_group: ShardGroup
     mesh: Mesh | None
     model: torch.nn.Module
     place: Place
     names: StateNames
-    groups: list[dict[str, Any]]
+    param_groups: list[dict[str, Any]]
     prototype: torch.optim.Optimizer
     find_needs: Callable[[Iterable[Mapping[str, Any]]], StepNeeds]
     trained: list[torch.nn.Parameter]
@@ -80,7 +80,7 @@ class Parts:
     shard_reducer: ShardReducer
     reduced_gradients: ReducedGradients
     grad_attributes: GradAttributes
-    replicated: ReplicatedOverTp | None
+    same_gradients: SameGradients | None
     inner: InnerOptimizer
     offloaded: OffloadedOptimizer | None
     guard: WeightGuard
@@ -93,7 +93,7 @@ class Parts:
     @property
     def comm(self) -> Communicator:
         """All ranks."""
-        return self.group.world
+        return self.shard_group.world
 
     def names_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[str]:
         """Names of parameters in the plain model; the first of a tied one's."""

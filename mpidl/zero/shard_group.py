@@ -40,21 +40,21 @@ class ShardGroup:
     """The ranks of an engine.
 
     world: all of them.
-    shards: those over which state is cut.
-    replicas: those with this rank's shard, None if alone.
-    rank, size: among `shards`.
+    shard_comm: those over which state is cut.
+    replica_comm: those with this rank's shard, None if alone.
+    rank, size: among `shard_comm`.
     is_root: whether this is rank 0 of all, which gets whole states.
-    in_pass: all ranks, for operations of backward passes.
-    reducing: those of `shards`, for what is reduced there.
+    backward_comm: all ranks, for operations of backward passes.
+    backward_shard_comm: those of `shard_comm`, likewise.
     """
 
     def __init__(self, world: Communicator, shards: Communicator, replicas: Communicator | None) -> None:
-        self.world, self.shards, self.replicas = world, shards, replicas
+        self.world, self.shard_comm, self.replica_comm = world, shards, replicas
         self.rank, self.size = shards.rank, shards.size
         self.is_root = world.rank == 0
-        self.in_pass = self._taken(world)
-        self.reducing = self.in_pass if shards is world else self._taken(shards)
-        self._over_replicas = None if replicas is None else self._taken(replicas)
+        self.backward_comm = self._taken(world)
+        self.backward_shard_comm = self.backward_comm if shards is world else self._taken(shards)
+        self._backward_replica_comm = None if replicas is None else self._taken(replicas)
 
     def _taken(self, comm: Communicator) -> Communicator:
         """A duplicate of `comm` that this engine alone has. Collective."""
@@ -87,7 +87,7 @@ class ShardGroup:
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, algorithm: str) -> Work:
         """Starts the reduction of all ranks' `whole` to its mean, of which `own` becomes this rank's shard."""
-        shards, replicas = self.reducing, self._over_replicas
+        shards, replicas = self.backward_shard_comm, self._backward_replica_comm
         if replicas is None:
             work = shards.reduce_scatter(own, whole, "avg", algorithm=algorithm, async_op=True)
         else:
@@ -97,26 +97,26 @@ class ShardGroup:
                 replicas.all_reduce(own, "avg")
 
             name = "reduce_scatter and all_reduce over replicas"
-            work = self.in_pass.compound(name, both, async_op=True, device=whole.device)
+            work = self.backward_comm.compound(name, both, async_op=True, device=whole.device)
         assert work is not None
         return work
 
     def gather(self, out: torch.Tensor | None, x: torch.Tensor, counts: list[int]) -> None:
         """Gathers all shards into rank 0's `out`, one behind the other. Collective."""
         if self.is_first:
-            self.shards.gather(out, x, counts=counts)
+            self.shard_comm.gather(out, x, counts=counts)
 
     def scatter(self, out: torch.Tensor, x: torch.Tensor | None, counts: list[int]) -> None:
         """Scatters rank 0's `x`; `out` becomes this rank's part. Collective."""
         if self.is_first:
-            self.shards.scatter(out, x, counts=counts)
-        if self.replicas is not None:
-            self.replicas.broadcast(out)
+            self.shard_comm.scatter(out, x, counts=counts)
+        if self.replica_comm is not None:
+            self.replica_comm.broadcast(out)
 
     @property
     def is_first(self) -> bool:
         """Tells if rank 0 of all is among the ranks that have shards with this one."""
-        return self.replicas is None or self.replicas.rank == 0
+        return self.replica_comm is None or self.replica_comm.rank == 0
 
 
 def _check_kind(given: Any) -> None:

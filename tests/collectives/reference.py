@@ -10,7 +10,7 @@ import torch
 from collectives import Communicator
 
 DTYPES = ["float64", "float32", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64", "bool"]
-IN_ALL_DTYPES = {"auto", "mpi", "composed", "ring", "tree", "pairwise"}
+IN_ALL_DTYPES = {"auto", "mpi", "shared memory", "ring", "tree", "pairwise"}
 OPERATORS = ["sum", "avg", "min", "max", "prod"]
 BITWISE = {"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
 
@@ -47,11 +47,11 @@ def reduced(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def named(comm: Communicator, operation: str, algorithm: str) -> str:
-    """The algorithm to ask for: for "composed" the one that uses shared memory on as many nodes as there are.
+    """The algorithm to ask for: for "shared memory" the one that uses shared memory on as many nodes as there are.
 
     Where an operation has none, as over nodes of different sizes, that is "auto".
     """
-    if algorithm != "composed":
+    if algorithm != "shared memory":
         return algorithm
     found = {"symmetric", "hierarchical"}.intersection(comm.algorithms(operation))
     return found.pop() if found else "auto"

@@ -37,7 +37,7 @@ KINDS = ["numpy", "torch", "symmetric"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("algorithm", ["auto", "mpi", "composed", *ALGORITHMS["reduce_scatter"]])
+@pytest.mark.parametrize("algorithm", ["auto", "mpi", "shared memory", *ALGORITHMS["reduce_scatter"]])
 def test_reduce_scatter(comm: Communicator, algorithm: str, kind: str) -> None:
     for counts in layouts(comm.size):
         for dtype in (np.float32, np.float16):
@@ -61,7 +61,7 @@ def test_reduce_scatter_of_fewer_elements_than_ranks(comm: Communicator) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("algorithm", ["auto", "mpi", "composed", *ALGORITHMS["all_gather"]])
+@pytest.mark.parametrize("algorithm", ["auto", "mpi", "shared memory", *ALGORITHMS["all_gather"]])
 def test_all_gather(comm: Communicator, algorithm: str, kind: str) -> None:
     for counts in layouts(comm.size):
         whole = np.arange(sum(counts)) + 1.0
@@ -73,7 +73,7 @@ def test_all_gather(comm: Communicator, algorithm: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("algorithm", ["auto", "mpi", "composed", *ALGORITHMS["gather"]])
+@pytest.mark.parametrize("algorithm", ["auto", "mpi", "shared memory", *ALGORITHMS["gather"]])
 def test_gather_and_scatter(comm: Communicator, algorithm: str, kind: str) -> None:
     for counts in layouts(comm.size):
         for root in range(comm.size):

@@ -26,7 +26,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
-@pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["all_gather"], "composed", "mpi"])
+@pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["all_gather"], "shared memory", "mpi"])
 def test_all_gather(comm: Communicator, algorithm: str) -> None:
     for dtype in (*dtypes(algorithm), "complex64"):
         for counts in [even_counts(size, comm.size) for size in sizes(comm.size)] + [uneven(comm)]:
@@ -44,7 +44,7 @@ def test_all_gather(comm: Communicator, algorithm: str) -> None:
             assert equal(out, whole), ("in place", dtype, counts)
 
 
-@pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["all_to_all"], "composed", "mpi"])
+@pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["all_to_all"], "shared memory", "mpi"])
 def test_all_to_all(comm: Communicator, algorithm: str) -> None:
     for dtype in (*dtypes(algorithm), "complex64"):
         for size in sizes(comm.size):
@@ -55,7 +55,7 @@ def test_all_to_all(comm: Communicator, algorithm: str) -> None:
             assert equal(out, torch.cat([own_part(comm, x, counts) for x in inputs])), (dtype, size)
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "pairwise", "composed", "mpi"])
+@pytest.mark.parametrize("algorithm", ["auto", "pairwise", "shared memory", "mpi"])
 @pytest.mark.parametrize("least", [0, 7000])
 def test_all_to_all_with_splits(comm: Communicator, algorithm: str, least: int) -> None:
     """Rank r gives r + 2 q elements to rank q, or so many times as many that rank 0 gives just under 32 KiB.
@@ -91,7 +91,7 @@ def test_bruck_refuses_splits(comm: Communicator) -> None:
         comm.all_to_all(out, x, [1] * comm.size, [1] * comm.size, algorithm="bruck")
 
 
-@pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["broadcast"], "composed", "mpi"])
+@pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["broadcast"], "shared memory", "mpi"])
 def test_broadcast(comm: Communicator, algorithm: str) -> None:
     for dtype in (*dtypes(algorithm), "complex64"):
         for size in sizes(comm.size):
@@ -101,7 +101,7 @@ def test_broadcast(comm: Communicator, algorithm: str) -> None:
                 assert equal(x, values(size, root, dtype)), (dtype, size, root)
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "tree", "composed", "mpi"])
+@pytest.mark.parametrize("algorithm", ["auto", "tree", "shared memory", "mpi"])
 def test_gather_and_scatter(comm: Communicator, algorithm: str) -> None:
     for dtype in (*dtypes(algorithm), "complex64"):
         for counts in [[size] * comm.size for size in sizes(comm.size)] + [uneven(comm)]:
@@ -120,7 +120,7 @@ def test_gather_and_scatter(comm: Communicator, algorithm: str) -> None:
                 assert equal(part, own_part(comm, whole, counts)), ("scatter", dtype, counts, root)
 
 
-@pytest.mark.parametrize("algorithm", ["tree", "composed", "mpi"])
+@pytest.mark.parametrize("algorithm", ["tree", "shared memory", "mpi"])
 def test_gather_and_scatter_in_place_at_the_root(comm: Communicator, algorithm: str) -> None:
     whole = values(4 * comm.size, 9)
     counts = [4] * comm.size

@@ -13,8 +13,8 @@ from collectives.schedules.algorithms import ALGORITHMS
 from tests.collectives.reference import BITWISE, OPERATORS, assert_equal, dtypes, named, reduced, serves, sizes, values
 
 pytestmark = pytest.mark.mpi
-ALL_REDUCE = [*ALGORITHMS["all_reduce"], "composed"]
-REDUCE_SCATTER = [*ALGORITHMS["reduce_scatter"], "composed"]
+ALL_REDUCE = [*ALGORITHMS["all_reduce"], "shared memory"]
+REDUCE_SCATTER = [*ALGORITHMS["reduce_scatter"], "shared memory"]
 
 
 def cases(comm: Communicator, op: str, algorithm: str):
@@ -88,7 +88,7 @@ def test_reduce_scatter_with_counts(comm: Communicator) -> None:
         assert_equal(out, reduced(inputs, "sum")[start : start + counts[comm.rank]], algorithm)
 
 
-@pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["reduce"], "composed", "mpi"])
+@pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["reduce"], "shared memory", "mpi"])
 @pytest.mark.parametrize("op", OPERATORS)
 def test_reduce_changes_the_root_only(comm: Communicator, op: str, algorithm: str) -> None:
     for what, x, expected in cases(comm, op, algorithm):
@@ -98,7 +98,7 @@ def test_reduce_changes_the_root_only(comm: Communicator, op: str, algorithm: st
         assert_equal(x, expected if comm.rank == root else before, what)
 
 
-@pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["scan"], "composed", "mpi"])
+@pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["scan"], "shared memory", "mpi"])
 @pytest.mark.parametrize("op", [*(op for op in OPERATORS if op != "avg"), "bxor"])
 def test_prefixes(comm: Communicator, op: str, algorithm: str) -> None:
     for dtype in dtypes(algorithm):

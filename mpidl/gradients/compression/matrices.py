@@ -5,8 +5,8 @@
     matrix  ~  left right_t
 
 All products read or write the matrix once; the mean is taken off the values in chunks of it that are still cached.
-A whole section seldom fills its last row; that shorter row is multiplied
-by itself, so that nothing is copied into padded memory.
+A whole section seldom fills its last row; that shorter row has a product of its own, so that nothing is copied into
+padded memory.
 """
 
 from __future__ import annotations

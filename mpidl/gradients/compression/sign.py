@@ -87,7 +87,7 @@ class Reader:
     bits: the signs, eight a byte.
     """
 
-    def __init__(self, message: torch.Tensor, pool: Pool, factor: int = 1) -> None:
+    def __init__(self, message: torch.Tensor, pool: Pool, factor: float = 1) -> None:
         scale = np.float32(message[:4].view(torch.float32).item()) * np.float32(factor)
         self.bits = message[_HEAD:]
         self._eights = torch.from_numpy(_SIGNS * scale).to(message.device)  # the eight values of each byte

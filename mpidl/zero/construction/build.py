@@ -42,6 +42,7 @@ from ...replicas.broadcast import broadcast_states
 from ...replicas.start_check import check_models_agree, check_settings_agree
 from ..copy_guard import UnpicklableHook, refuse_copies
 from ..forward_label import label_forward
+from ..gradients.buffer_pool import ROTATING
 from ..gradients.grad_attribute import GradAttributes
 from ..gradients.shard_reducer import ShardReducer
 from ..offload import Offload
@@ -123,13 +124,13 @@ def build(
     if plan.compressed is not None and not plan.compressed.chooses_none:
         shard_reducer.hook = None, plan.compressed
     over_tp = options.mesh if options.mesh is not None and options.mesh.size("tp") > 1 else None
-    tp = replicated = None
+    tp = same_gradients = None
     if over_tp is not None:
-        from ..gradients.replicated_over_tp import ReplicatedOverTp  # which few programs need
+        from ..gradients.same_gradients import SameGradients  # which few programs need
 
-        tp, replicated = over_tp["tp"], ReplicatedOverTp(over_tp, group.is_first)
+        tp, same_gradients = over_tp["tp"], SameGradients(over_tp, group.is_first)
     reduced = shard_reducer.reduced_gradients
-    grad_attributes = GradAttributes(reduced, group.shards, watch, names, parameters.release, tp)
+    grad_attributes = GradAttributes(reduced, group.shard_comm, watch, names, parameters.release, tp)
     watch.phases = _phases(parameters, shard_reducer, grad_attributes)
     shards: list[ParameterShard] = []
     slices: dict[torch.nn.Parameter, Slice] = {}
@@ -167,15 +168,15 @@ def build(
             reached=reduced.reached,
         )
         shard_reducer.stepper = backward_steps
-    if options.stage == 3 and options.units is None and world.rank == 0 and group.shards.size > 1:
+    if options.stage == 3 and options.units is None and world.rank == 0 and group.shard_comm.size > 1:
         warn_of_large_root_unit(plan.units, stacklevel=3)
     return Parts(
-        group=group,
+        shard_group=group,
         mesh=options.mesh,
         model=model,
         place=plan.place,
         names=state_names,
-        groups=plan.groups,
+        param_groups=plan.groups,
         prototype=plan.prototype,
         find_needs=plan.find_needs,
         trained=trained,
@@ -186,7 +187,7 @@ def build(
         shard_reducer=shard_reducer,
         reduced_gradients=reduced,
         grad_attributes=grad_attributes,
-        replicated=replicated,
+        same_gradients=same_gradients,
         inner=inner,
         offloaded=plan.offloaded,
         guard=guard,
@@ -258,7 +259,7 @@ def _check(
         check_everywhere(world, lambda: refuse_complex(trained))
         dtype = conversion.precision.reduce_dtype or conversion.precision.param_dtype
         compressed = check_everywhere(
-            world, lambda: CompressedReduction(reduced, world, names, group.shards, group.replicas, dtype)
+            world, lambda: CompressedReduction(reduced, world, names, group.shard_comm, group.replica_comm, dtype)
         )
     units = check_everywhere(world, lambda: cut(model, options.units))
     check_settings_agree(world, "units", {"names": [unit.name for unit in units]})
@@ -332,7 +333,7 @@ def _cut_parameters(
 
     layouts: of the units, for stage 3.
     """
-    comm = group.shards
+    comm = group.shard_comm
     if options.stage < 3:
         precision = plan.conversion.precision
         bucket_bytes = options.bucket_cap_mb * MIB
@@ -370,9 +371,9 @@ def _make_shard_reducer(
     options: Options,
 ) -> ShardReducer:
     """Makes the buckets of the shards that train, and the hooks that fill and reduce them."""
-    shared, dedicated = 3, 0
+    shared, dedicated = ROTATING, 0
     if options.stage == 3:
-        shared, dedicated = 2, sum(flat.trains for flat in layouts[-1].groups)
+        shared, dedicated = ROTATING - 1, sum(flat.trains for flat in layouts[-1].groups)
     return ShardReducer(
         trains,
         group,
@@ -422,6 +423,6 @@ def _inner(
     plain = optimizer_class(groups, **kwargs)
     if isinstance(plain, TrustRatioOptimizer):
         plain.squared_norms = lambda tensors, of: squared_norms_over(
-            group.shards, mesh, {part.values: placement(p) for p, part in slices.items()}, tensors, of
+            group.shard_comm, mesh, {part.values: placement(p) for p, part in slices.items()}, tensors, of
         )
     return SliceSteps(plain, slices)

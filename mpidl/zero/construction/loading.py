@@ -33,7 +33,7 @@ def load_safetensors(
             with gathered(parts, None, True, from_rank=None):
                 pass  # what blocks around this have changed is in the shards then
     parts.parameters.release(inside_gathered=True)
-    targets = targets_of(parts.model, parts.group.rank, parts.parameters.shards, parts.slices)
+    targets = targets_of(parts.model, parts.shard_group.rank, parts.parameters.shards, parts.slices)
     files.fill({t: targets[t] for t in files.tensors})
     parts.parameters.publish()
     parts.guard.accept()

@@ -57,7 +57,7 @@ class RecordedOperation:
     args, kwargs: as it was called, with Views in place of recorded tensors.
     outputs: tensors in storage that it made.
     reads, writes: storages; what it makes counts as written.
-    overwrites: those of them that it writes whole, unread.
+    overwrites: those that it overwrites completely without reading them.
     default_dtype: torch's at that time.
     random: it draws from a generator, which continues after random operation `start` (its number on the tape), or
         begins with the state `start`.

@@ -33,7 +33,7 @@ def add_group(parts: Parts, param_group: dict[str, Any]) -> dict[str, Any]:
     shards = parts.parameters.unfreeze(group["params"], parts.names_of)
     parts.shard_reducer.add(shards)
     parts.trained.extend(group["params"])
-    slice_shards(parts.group, parts.offloaded, shards, parts.shards, parts.slices)
+    slice_shards(parts.shard_group, parts.offloaded, shards, parts.shards, parts.slices)
     parts.guard.watch(parts.slices)
     return group
 

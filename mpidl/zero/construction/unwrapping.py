@@ -38,7 +38,7 @@ def unwrap(parts: Parts, nonfinite: NonfiniteWatch | None) -> torch.nn.Module:
             part.remove()
     allow_copies(parts.model)
     clears_alone(parts.model)
-    make_whole(parts.group, parts.parameters.shards, parts.slices, parts.dtypes)
+    make_whole(parts.shard_group, parts.parameters.shards, parts.slices, parts.dtypes)
     return parts.model
 
 
@@ -61,7 +61,7 @@ def make_whole(
         own = shard.layout.shard(flat, over.rank).copy_(shard.values)
         for master in masters:
             master.of(own).copy_(master.values)
-        over.shards.all_gather(flat, own)
+        over.shard_comm.all_gather(flat, own)
         shapes = [p.shape for p in shard.parameters]
         for p, view in zip(shard.parameters, shard.layout.views(flat, shapes), strict=True):
             with torch._C.DisableTorchFunctionSubclass():

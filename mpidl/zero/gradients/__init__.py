@@ -10,5 +10,5 @@ grad_attribute     sets the parameters' `.grad`, and takes in what the program d
 sharded_gradient   the tensor class in `.grad`: reads this rank's shard
 clip_and_unscale   clips, unscales, searches for NaN and clears, between backward and step
 zero_grad          `model.zero_grad()`, which clears the shards too
-replicated_over_tp  compares gradients that must be equal over tp, as a step begins
+same_gradients     compares gradients that must be equal over tp, as a step begins
 """

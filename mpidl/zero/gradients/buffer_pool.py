@@ -23,6 +23,8 @@ from ...gradients.buckets import GradientBucket, aligned
 # On a GPU, which the host may be ahead of: so many shared buffers of each dtype, if all together have so many bytes.
 _GPU_BUFFERS, _GPU_BUFFER_BYTES = 8, 512 << 20
 
+ROTATING = 3  # buckets of stage 2 that have memory at a time; of stage 3 the model's own, one that fills, one in flight
+
 
 class BufferPool:
     """Buffers for the gradients of buckets. Construction is collective.

@@ -50,11 +50,11 @@ def clip_norm(parts: Parts, max_norm: float, norm_type: float, error_if_nonfinit
         counted = shards
         if parts.shard_reducer.hook is not None:  # between parameters there may be other values than zeros then
             counted = [part.of(shards[part.number]) for part in _reached(parts).values()]
-        norm = norm_over_shards(counted, norm_type, parts.group.shards)
+        norm = norm_over_shards(counted, norm_type, parts.shard_group.shard_comm)
     else:
         power, reached = check_norm_type(norm_type), _reached(parts)
         norms = local_norms([part.of(shards[part.number]) for part in reached.values()], power)
-        norm = norm_over_mesh(norms, reached, power, parts.mesh, shards=True, counted=parts.group.is_first)
+        norm = norm_over_mesh(norms, reached, power, parts.mesh, shards=True, counted=parts.shard_group.is_first)
     scale_(shards, max_norm, norm, error_if_nonfinite)
     parts.grad_attributes.note(f"clip_grad_norm_(max_norm={float(max_norm)}, norm_type={float(norm_type)})")
     return norm

@@ -18,9 +18,7 @@ from ..shard_group import ShardGroup
 from .bucket_gradient import BucketGradient
 
 
-def shown_bucket(
-    gradient: BucketGradient, last: bool, over: ShardGroup, algorithm: str, repeated: bool
-) -> GradBucket:
+def shown_bucket(gradient: BucketGradient, last: bool, over: ShardGroup, algorithm: str, repeated: bool) -> GradBucket:
     """Returns the bucket as a communication hook sees it.
 
     last: whether no bucket follows in the pass.
@@ -39,7 +37,7 @@ def shown_bucket(
         return Then(over.reduce_scatter(own, values, chosen), lambda: own)
 
     shards = BucketShards(slice(over.rank * size, (over.rank + 1) * size), reduce_scatter)
-    own = {over.world: over.in_pass}
+    own = {over.world: over.backward_comm}
     return GradBucket(gradient.number, last, flat, bucket.views, bucket.parameters, own, shards, repeated)
 
 

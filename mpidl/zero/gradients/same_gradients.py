@@ -23,7 +23,7 @@ from ...mesh.norm import check_equal, is_compared
 from ..slices import Slice
 
 
-class ReplicatedOverTp:
+class SameGradients:
     """The comparison of one optimizer.
 
     mesh: with more than one rank of tp.

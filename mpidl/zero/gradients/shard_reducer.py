@@ -95,9 +95,9 @@ class ShardReducer:
     ) -> None:
         self._place = place
         # Not for replicas, whose own reduction is without copies in symmetric memory.
-        fresh_memory = keep_whole or place.keeps_freed or over.replicas is not None
+        fresh_memory = keep_whole or place.keeps_freed or over.replica_comm is not None
         self._keeps_shard_memory = keeps_shard_memory and not fresh_memory
-        self._over, self._comm = over, over.reducing
+        self._over, self._comm = over, over.backward_shard_comm
         self._names, self._watch = names, watch
         self._keep_whole = keep_whole
         self.stepper: Stepper | None = None
@@ -184,7 +184,7 @@ class ShardReducer:
     def end_pass(self) -> None:
         """A pass ends, also one that has communicated nothing."""
         if not self.queue.synchronise:
-            self._foreign.end_quietly()
+            self._foreign.end_without_agreement()
 
     def _take(self, bucket: GradientBucket, index: int) -> None:
         parameter, gradients = bucket.parameters[index], self._of[bucket]
@@ -227,7 +227,7 @@ class ShardReducer:
 
         Raises TrainingError on every rank where a hook has made a step.
         """
-        world, buckets = self._over.in_pass, self.queue.buckets
+        world, buckets = self._over.backward_comm, self.queue.buckets
         reached = [r for bucket in buckets for r in self._of[bucket].reached]
         again = [bucket in self._gradients_after_launch for bucket in buckets]
         agreed = np.array([self._foreign.found(world), *again, *reached], np.int64)
@@ -317,7 +317,7 @@ class ShardReducer:
         self._in_flight.append(gradients)
         if self.stepper is not None:
             reached = np.array(gradients.reached, np.uint8)
-            work = self._over.in_pass.all_reduce(reached, "max", async_op=True)
+            work = self._over.backward_comm.all_reduce(reached, "max", async_op=True)
             assert work is not None
             gradients.agreed_reached = reached, work
             with self._foreign.own(bucket.parameters):

@@ -151,7 +151,7 @@ class OffloadedOptimizer(InnerOptimizer):
     def _configured(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         inner = self._plain(groups)
         if isinstance(inner, TrustRatioOptimizer):
-            shards = self._over.shards
+            shards = self._over.shard_comm
             inner.squared_norms = lambda tensors, of: squared_norms_over(shards, None, {}, tensors, of)
         return inner
 

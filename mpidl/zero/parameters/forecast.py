@@ -1,7 +1,7 @@
 """Forecast of the units that are used next, from the order of the passes before.
 
     last pass   own 0 1 | 1 0      forward | backward
-    now         own 0              after own and 0 came 1, then 1 and 0 of backward: the next is 1, the one after it 0
+    now         own 0              last time 1 followed (own, 0): 1 is predicted next, and 1 and 0 of backward after it
 
 An order that changes costs time and no more: what was gathered in vain is given back unused.
 """

@@ -75,14 +75,14 @@ class GatherRound:
     """A round in flight.
 
     keeps: numbers of the units that this rank has said it wants or holds. Set when it is over: everyone_done, whether
-    all ranks were done; reducing, the ranks that waited for a reduction; whole, of the units that are whole, whether in
-    full precision.
+    all ranks were done; waits_for_reduction, those that waited for a reduction; whole, of the units that are whole,
+    whether in full precision.
     """
 
     keeps: frozenset[int] = frozenset()
     work: Work | None = None
     everyone_done: bool = False
-    reducing: tuple[int, ...] = ()
+    waits_for_reduction: tuple[int, ...] = ()
     whole: Mapping[int, bool] = field(default_factory=dict)
 
     def is_over(self) -> bool:
@@ -182,7 +182,7 @@ class GatherRounds:
         return self._begin(started, lambda: self._run(message, started))
 
     def refresh(self, numbers: Collection[int]) -> GatherRound:
-        """Starts to gather those of these units that are whole once more, as their shards have changed. Collective."""
+        """Starts a new gather of those of these units that are whole, as their shards have changed. Collective."""
 
         def task() -> None:
             for number in sorted(self._whole.intersection(numbers)):
@@ -205,7 +205,7 @@ class GatherRounds:
         self.traffic.rounds += 1
         table = self._table
         started.everyone_done = bool((table[:, 1] >= Purpose.DONE).all())
-        started.reducing = tuple(int(rank) for rank in np.flatnonzero(table[:, 1] == Purpose.REDUCES))
+        started.waits_for_reduction = tuple(int(rank) for rank in np.flatnonzero(table[:, 1] == Purpose.REDUCES))
         wanted = {int(number) for number in table[:, 0]} - {-1}
         gathers = not (table[:, 1] == Purpose.GONE).any()
         if not gathers:

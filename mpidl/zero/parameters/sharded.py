@@ -192,10 +192,11 @@ class ShardedParameters(ParameterStrategy):
             self._waits.until_over(started, "waits until every rank has ended its pass or its `gathered` block")
             if started.everyone_done:
                 return
-            stuck_since = (stuck_since or monotonic()) if started.reducing else None
+            waiting = started.waits_for_reduction
+            stuck_since = (stuck_since or monotonic()) if waiting else None
             if stuck_since is not None and monotonic() - stuck_since > _REDUCTION_STALL_S:
                 raise TrainingError(
-                    f"{listing(started.reducing)} cannot go on with a backward pass in which this rank takes no part: "
+                    f"{listing(waiting)} cannot go on with a backward pass in which this rank takes no part: "
                     "an exception has cut this rank's pass and was caught, or it made fewer passes than others"
                 )
 

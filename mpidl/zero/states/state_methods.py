@@ -51,9 +51,9 @@ def model_state(parts: Parts, masters: bool) -> dict[str, Any]:
     refuse_everywhere(parts.comm, parts.guard.damage())
     parts.inner.refuse_unlike_weights()
     slices = parts.slices if masters else {}
-    own = state.gather_model(parts.group, parts.model, parts.names, parts.parameters, slices)
+    own = state.gather_model(parts.shard_group, parts.model, parts.names, parts.parameters, slices)
     tp = _tp(parts)
-    return own if tp is None or not parts.group.is_root else state.join_over(tp, parts.names, own)
+    return own if tp is None or not parts.shard_group.is_root else state.join_over(tp, parts.names, own)
 
 
 def _tp(parts: Parts) -> Communicator | None:
@@ -65,7 +65,7 @@ def load_model_state(parts: Parts, state_dict: Mapping[str, torch.Tensor]) -> No
     """Loads rank 0's whole model state. Collective."""
     parts.guard.put_back()
     block = gathered(parts, None, True, from_rank=0)
-    state.scatter_model(parts.group, parts.model, parts.names, state_dict, block, parts.slices, _tp(parts))
+    state.scatter_model(parts.shard_group, parts.model, parts.names, state_dict, block, parts.slices, _tp(parts))
     parts.guard.accept()
 
 
@@ -73,21 +73,21 @@ def optimizer_state(parts: Parts, outer: torch.optim.Optimizer) -> dict[str, Any
     """The state of the plain optimizer with outer's groups, on rank 0; `absent_state` on the others. Collective."""
     flush(parts)
     _cut_state(parts)
-    return state.gather_optimizer(parts.group, outer, parts.inner, parts.slices)
+    return state.gather_optimizer(parts.shard_group, outer, parts.inner, parts.slices)
 
 
 def load_optimizer_state(parts: Parts, outer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Loads rank 0's whole optimizer state, and its settings into outer's groups. Collective."""
     flush(parts)
     _cut_state(parts)
-    state.scatter_optimizer(parts.group, outer, parts.inner, parts.slices, state_dict)
+    state.scatter_optimizer(parts.shard_group, outer, parts.inner, parts.slices, state_dict)
 
 
 def gradients(parts: Parts) -> dict[str, Any]:
     """The reduced gradients by name, whole, on rank 0; `absent_state` on the others. Collective."""
     refuse_used(parts, "gradients")
     parts.parameters.release()
-    return state.gather_gradients(parts.group, parts.names, _owned(parts).gradients(), parts.slices)
+    return state.gather_gradients(parts.shard_group, parts.names, _owned(parts).gradients(), parts.slices)
 
 
 def owned_state(parts: Parts) -> OwnedState:
@@ -102,12 +102,12 @@ def owned_state(parts: Parts) -> OwnedState:
 def owned_weights(parts: Parts) -> OwnedWeights:
     """This rank's slices of the weights that train."""
     names = {p: name for name, p in reversed(parts.names.parameters.items())}
-    return OwnedWeights(parts.group, parts.parameters, parts.slices, names, _owned(parts), parts.guard)
+    return OwnedWeights(parts.shard_group, parts.parameters, parts.slices, names, _owned(parts), parts.guard)
 
 
 def _owned(parts: Parts) -> OwnedState:
     return OwnedState(
-        parts.group,
+        parts.shard_group,
         parts.parameters,
         parts.slices,
         parts.reduced_gradients,

@@ -98,13 +98,13 @@ class Distribution:
 def ranks_of_wholes(over: ShardGroup, mesh: Mesh | None) -> Communicator:
     """The ranks that together hold the parameters that `over` has slices of. Collective over the mesh with tp."""
     if mesh is None or mesh.size("tp") == 1:
-        return over.shards
+        return over.shard_comm
     axes = DATA if over.world is mesh.along(*DATA) else ("edp",)
     everyone = mesh.along(*axes, "tp")
-    if over.replicas is None:
+    if over.replica_comm is None:
         return everyone
     first = np.array([everyone.rank])
-    over.shards.broadcast(first)
+    over.shard_comm.broadcast(first)
     mesh["tp"].all_reduce(first, "min")
     made = everyone.split(int(first[0]), everyone.rank)
     assert made is not None

@@ -115,8 +115,8 @@ def _attach_gradients(parts: Parts, outer: torch.optim.Optimizer, problem: str |
                 parts.slices[p].attach(gradient)
             else:
                 parts.slices[p].attach(None)
-    if parts.replicated is not None:
-        parts.replicated.compare(reached, parts.slices, parts.reduced_gradients.shard)
+    if parts.same_gradients is not None:
+        parts.same_gradients.compare(reached, parts.slices, parts.reduced_gradients.shard)
     return reached
 
 
@@ -124,7 +124,7 @@ def _agreed(parts: Parts, problem: str | None, flags: list[bool], settings: dict
     """Returns which of the flags any rank has set. Raises TrainingError for problems and for settings that differ."""
     agreed = np.array([problem is not None, *flags, *fingerprint(settings)], np.uint8)
     in_pass = inside_backward()
-    work = (parts.group.in_pass if in_pass else parts.comm).all_reduce(agreed, "max", async_op=in_pass)
+    work = (parts.shard_group.backward_comm if in_pass else parts.comm).all_reduce(agreed, "max", async_op=in_pass)
     if work is not None:
         parts.parameters.wait_for_reduction(work)  # others may still gather units
     if agreed[0]:

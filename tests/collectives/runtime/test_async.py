@@ -170,7 +170,7 @@ def test_two_hundred_random_operations_in_flight(comm: Communicator) -> None:
         size = int(random.integers(0, 3000))
         x = np.full(size, float(comm.rank + number))
         sums = comm.size * (comm.size - 1) / 2 + comm.size * number
-        kind = random.choice(["ring", "tree", "mpi", "auto", "composed", "broadcast", "gather"])
+        kind = random.choice(["ring", "tree", "mpi", "auto", "shared memory", "broadcast", "gather"])
         if kind == "broadcast":
             root = int(random.integers(comm.size))
             works.append(comm.broadcast(x, root, async_op=True))
