@@ -95,12 +95,12 @@ def test_adapters_train_as_in_one_process(
             optimizer = torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
             losses.append(train(each, fewer(20), optimizer))
         assert losses[0] == pytest.approx(losses[1], abs=1e-10)
-        assert largest_difference(model, whole) < 1e-10
+        assert largest_difference(model, whole) < 1e-9
         if comm.size > 1:
             cut = {at.split(".")[-3] for at, p in model.named_parameters() if ".lora_" in at and placement(p).cut}
             assert cut >= {"lora_A", "lora_B"} or name == "qwen2, output"
         mpidl.unparallelize(model)
-        assert largest_difference(model, whole) < 1e-10
+        assert largest_difference(model, whole) < 1e-9
         torch.testing.assert_close(loss_of(model, tokens(9)), loss_of(whole, tokens(9)), rtol=1e-9, atol=1e-9)
 
 
