@@ -42,8 +42,8 @@ from .tensorfile import checksum, code_of
 
 # How the update is computed, not what it computes: the loading run chooses for its own device.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-_PARTS = ("scheduler", "scaler", "sampler")
-ONE_CLASS = ("scheduler",)  # parts whose states another class may take without noticing that they mean something else
+_STATEFUL = ("scheduler", "scaler", "sampler")
+ONE_CLASS = ("scheduler",)  # those whose states another class may take without noticing that they mean something else
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +115,7 @@ class Collected:
 
 def collect(
     engine: Engine,
-    parts: Mapping[str, Any],
+    stateful: Mapping[str, Any],
     step: int,
     micro_step: int,
     gradients: Mapping[str, torch.Tensor],
@@ -123,11 +123,11 @@ def collect(
     random: bool,
     compressed: Mapping[str, Any] | None = None,
 ) -> Collected:
-    """Collects the content without a copy.
+    """Collects the content without a copy, but for mean remainders, which are made for it. Collective.
 
-    parts: scheduler, scaler and sampler, or None.
+    stateful: scheduler, scaler and sampler, or None.
     gradients: the engine's, by name of the parameter.
-    compressed: the state of its `CompressedReduction`, if it has one.
+    compressed: the state of its `CompressedReduction` without means, if it has one.
     """
     pieces: list[Piece] = []
     shared: dict[str, torch.Tensor] = {}
@@ -151,10 +151,14 @@ def collect(
         engine.forget()  # the tensor before this one
         return held.elements(share, values)
 
+    def add_share(name: str, share: Share, values: torch.Tensor, number: int) -> None:
+        pieces.append(Piece(name, share.cut, values.dtype, share.start, share.stop, lambda: values, number))
+
     # These may be collective, so they come before what may fail on one rank alone.
     hook = engine.hook_state()
     state_of_hook = None if hook is None else hook.state_dict()
     state_of_averager = None if engine.averager is None else engine.averager.state_dict()
+    means = {} if compressed is None else compression_state.kept_means(engine)
     tensors = [*engine.parameters, *engine.buffers]
     for held in tensors:
         add(f"model/{held.name}", held, held.values, held.per_rank)
@@ -203,12 +207,13 @@ def collect(
             alone = unreduced or held.per_rank or engine.gradients_differ
             add(f"gradient/{held.name}", held, gradients[held.name], alone)
     if compressed is not None:
-        about["compression"] = compression_state.describe(engine, compressed, add, spoken)
-    for name in _PARTS:
-        if parts.get(name) is not None:
-            about[name] = json_encoding.encode(state_of(name, parts[name]), name, first)
+        about["compression"] = compression_state.describe(engine, compressed, means, add_share, spoken)
+        copied |= {name: digest for mean in means.values() for name, digest in mean.compared.items()}
+    for name in _STATEFUL:
+        if stateful.get(name) is not None:
+            about[name] = json_encoding.encode(state_of(name, stateful[name]), name, first)
             if name in ONE_CLASS:
-                about[f"{name}_class"] = type(parts[name]).__name__
+                about[f"{name}_class"] = type(stateful[name]).__name__
     if engine.averager is not None:
         about["averager"] = json_encoding.encode(state_of_averager, "averager", first)
     about["extra"] = json_encoding.encode(extra, "extra", first)
@@ -231,7 +236,9 @@ def _whole(name: str, values: torch.Tensor) -> Piece:
 
 def common_states(about: Mapping[str, Any]) -> dict[str, str]:
     """Returns checksums of what only one of joined parts writes, and which so has to be the same in all of them."""
-    found = {name: about.get(name) for name in (*_PARTS, "averager")} | {"compression": compression_state.common(about)}
+    found = {name: about.get(name) for name in (*_STATEFUL, "averager")} | {
+        "compression": compression_state.common(about)
+    }
     optimizer = about.get("optimizer", {"class": None, "groups": ()})
     found |= {"optimizer": [optimizer["class"], [group["settings"] for group in optimizer["groups"]]]}
     return {name: checksum(json.dumps(value, sort_keys=True).encode()) for name, value in found.items()}
@@ -255,11 +262,11 @@ def joined(of: Join, abouts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return about
 
 
-def state_of(name: str, part: Any) -> Any:
-    """Returns a part's state_dict. Raises ConfigurationError for a part without one."""
-    if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-        raise ConfigurationError(f"{name}: got a {type(part).__name__}; needs state_dict() and load_state_dict()")
-    return part.state_dict()
+def state_of(name: str, stateful: Any) -> Any:
+    """Returns the state_dict of a scheduler, scaler or sampler. Raises ConfigurationError for others without one."""
+    if not (hasattr(stateful, "state_dict") and hasattr(stateful, "load_state_dict")):
+        raise ConfigurationError(f"{name}: got a {type(stateful).__name__}; needs state_dict() and load_state_dict()")
+    return stateful.state_dict()
 
 
 def _optimizer(

@@ -4,6 +4,11 @@
     compression         JSON: method, steps, names of the remainders; states: small tensors of the compressor; in_step:
                         passes of the step under way are in them
 
+Means are made bucket by bucket, and each rank keeps the elements that it writes. So it is with the means of a
+compressor's arrays, such as velocities, which are among the states: their ranks write a share each. On load a rank
+reads its part of each parameter's mean (`CompressedReduction.mean_part`), and the sections of the next pass gather what
+they need.
+
 The mean is what moves: on any number of ranks, and in any engine, all ranks together go on with the same sum. What does
 not fit the training here begins anew, and rank 0 says what it is.
 """
@@ -17,65 +22,131 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..gradients.compression.remainders import MeanPart, OwnPart
 from ..job.objects import all_gather_object
+from ..mesh.placement import Cut, Run
 from . import cuts, json_encoding
 from .engine import Engine
-from .held_tensor import HeldTensor
+from .held_tensor import HeldTensor, Share
 from .index import Index
+from .joining import SMALL
+from .tensorfile import blocks_of, checksum
 
-Add = Callable[[str, HeldTensor, torch.Tensor, bool], None]
+Add = Callable[[str, Share, torch.Tensor, int], None]
 
 
 def gather(engine: Engine) -> dict[str, Any] | None:
-    """Returns the state of the engine's `CompressedReduction`; None without one. Collective.
+    """Returns the state of the engine's `CompressedReduction` without means; None without a reduction. Collective."""
+    return None if engine.compressed is None else engine.compressed.state_without_means()
+
+
+@dataclass(frozen=True, eq=False)
+class KeptMean:
+    """Shares that this rank writes of the mean remainder of a parameter, and of the compressor's arrays, on the CPU.
+
+    compared: of what other parts of the model hold too, its name and the checksum of all of it, as a tensor.
+    """
+
+    remainder: Sequence[tuple[Share, torch.Tensor]]
+    arrays: Mapping[str, Sequence[tuple[Share, torch.Tensor]]]
+    compared: Mapping[str, torch.Tensor]
+
+
+def kept_means(engine: Engine) -> dict[str, KeptMean]:
+    """Makes the means over all ranks of the engine, bucket by bucket, and keeps what this rank writes. Collective.
 
     Means are those over all ranks of the engine, also where each node reduces gradients by itself (DiLoCo).
     """
     reduction = engine.compressed
     if reduction is None:
-        return None
-    state = reduction.state_dict()
+        return {}
+    arrays = reduction.compressor.arrays
+    held = {each.parameter: each for each in engine.parameters}
     if engine.ddp is None or engine.ddp.process_group.size == engine.comm.size:
-        return state
-    means = {("", name): mean for name, mean in state["remainders"].items()}
-    for array in reduction.compressor.arrays:
-        means |= {(array, name): kept[array] for name, kept in state["states"].items() if array in kept}
+        return reduction.of_means(lambda p, rows: _kept(engine, held[p], arrays, rows))
+    # Nodes may have other buckets, so that a rank has whole means of its node before all are averaged.
+    rows_of = ("", *arrays)
+    means = {
+        (array, name): row
+        for name, rows in reduction.of_means(lambda _, rows: [row.clone() for row in rows]).items()
+        for array, row in zip(rows_of, rows, strict=True)
+    }
     shapes = {key: shape for own in all_gather_object(engine.comm, _shapes(means)) for key, shape in own.items()}
     over_all = {key: means[key] if key in means else torch.zeros(shapes[key]) for key in sorted(shapes)}
     if over_all:
         engine.comm.all_reduce([*over_all.values()], "avg")
-    for (array, name), mean in over_all.items():
-        kept = state["remainders"] if array == "" else state["states"].setdefault(name, {})
-        kept[array or name] = mean
-    return state
+    by_name = {each.name: each for each in engine.parameters}
+    names = [name for array, name in over_all if not array]
+    return {name: _kept(engine, by_name[name], arrays, [over_all[array, name] for array in rows_of]) for name in names}
 
 
 def _shapes(tensors: Mapping[tuple[str, str], torch.Tensor]) -> dict[tuple[str, str], tuple[int, ...]]:
     return {key: tuple(values.shape) for key, values in tensors.items()}
 
 
-def describe(engine: Engine, state: Mapping[str, Any], add: Add, spoken: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Describes the state of a `CompressedReduction` as JSON. Collective on no rank.
+def _kept(engine: Engine, held: HeldTensor, arrays: Sequence[str], rows: Sequence[torch.Tensor]) -> KeptMean:
+    """Copies what this rank writes of a parameter's means."""
+    whole = replace(held, start=0, stop=cuts.count(held.cut), per_rank=False)
+    rank, size = engine.comm.rank, engine.comm.size
+    writes = engine.join.shares(held.name, rank, size) if held.per_rank else held.writes  # there is one mean
 
-    add: takes what this rank writes of a tensor that all ranks hold.
+    def copied(shares: Sequence[Share], mean: torch.Tensor) -> list[tuple[Share, torch.Tensor]]:
+        return [(share, whole.elements(share, mean).to("cpu", copy=True)) for share in shares]
+
+    compared = {}
+    other = engine.copied(whole, False)
+    if other is not None:
+        compared[f"remainder/{held.name}{other}"] = _digest(rows[0])
+    own = _own_share(held.cut, rank, size, engine.join.turns[held.name]) if _keeps_states(engine, held) else []
+    return KeptMean(
+        copied(writes, rows[0]),
+        {array: copied(own, row) for array, row in zip(arrays, rows[1:], strict=True)},
+        compared,
+    )
+
+
+def _own_share(cut: Cut, rank: int, size: int, turn: int) -> list[Share]:
+    """Returns what a rank writes of a tensor that each part writes by itself; of a small one in turn all or nothing."""
+    elements = cuts.count(cut)
+    if elements < SMALL:
+        return [Share(cut, 0, elements)] if turn % size == rank else []
+    start, stop = (elements * number // size for number in (rank, rank + 1))
+    return [Share(cut, start, stop)]
+
+
+def _digest(values: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([int(checksum(block), 16) for block in blocks_of(values)])
+
+
+def describe(
+    engine: Engine, state: Mapping[str, Any], means: Mapping[str, KeptMean], add: Add, spoken: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Describes the state of a `CompressedReduction` as JSON. Not collective.
+
+    add: takes a share that this rank writes of a tensor, its values, and its number among those.
     spoken: gets the tensors of states, which rank 0 of the part writes.
     """
     number = engine.join.number
     part = f"part{number}." if number else ""
-    states = {}
+    states: dict[str, dict[str, Any]] = {}
     for held in engine.parameters:
-        if held.name in state["remainders"]:
-            whole = replace(held, start=0, stop=cuts.count(held.cut))
-            if held.per_rank:  # each rank would write its own, and there is one mean
-                whole = replace(whole, writes=held.own if engine.comm.rank == 0 else [], per_rank=False)
-            add(f"remainder/{held.name}", whole, state["remainders"][held.name], False)
-        if held.name in state["states"] and _keeps_states(engine, held):
-            kept = state["states"][held.name]
-            states[held.name] = {
-                key: json_encoding.encode(value, f"{part}compression.{key}.{held.name}", spoken)
-                for key, value in kept.items()
-            }
-    names = [held.name for held in engine.parameters if held.name in state["remainders"]]
+        if held.name in means:
+            for at, (share, values) in enumerate(means[held.name].remainder):
+                add(f"remainder/{held.name}", share, values, at)
+        if not _keeps_states(engine, held):
+            continue
+        kept = {
+            key: json_encoding.encode(value, f"{part}compression.{key}.{held.name}", spoken)
+            for key, value in state["states"].get(held.name, {}).items()
+        }
+        for array, shares in means[held.name].arrays.items() if held.name in means else ():
+            name = f"{part}compression.{array}.{held.name}/0"
+            kept[array] = {"$tensor": name}
+            for at, (share, values) in enumerate(shares):
+                add(name, share, values, at)
+        if kept:
+            states[held.name] = kept
+    names = [held.name for held in engine.parameters if held.name in means]
     about = {name: state[name] for name in ("method", "steps", "in_step")}
     return {**about, "remainders": names, "states": states}
 
@@ -98,8 +169,9 @@ def common(about: Mapping[str, Any]) -> Any:
 class KeptCompression:
     """State of a checkpoint's compression, as far as it is read here.
 
-    targets: memory for whole mean remainders, by name of the parameter.
-    held: the parameters.
+    targets: memory for this rank's part of mean remainders, by name of the parameter.
+    held: the parameters, cut as their targets.
+    parts: of each, and memory for the part of the remainder and of the compressor's arrays.
     states: encoded.
     said: what begins anew, or is dropped.
     """
@@ -109,6 +181,7 @@ class KeptCompression:
     in_step: bool = False
     targets: dict[str, torch.Tensor] = field(default_factory=dict)
     held: dict[str, HeldTensor] = field(default_factory=dict)
+    parts: dict[str, tuple[MeanPart, torch.Tensor]] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
 
@@ -120,12 +193,19 @@ class KeptCompression:
         """
         if engine.compressed is None or engine.compressed.chooses_none:
             return
-        states = {
-            name: {key: json_encoding.decode(value, tensor) for key, value in kept.items()}
-            for name, kept in self.states.items()
-        }
+        arrays = engine.compressed.compressor.arrays
+        states: dict[str, dict[str, Any]] = {}
+        for name, kept in self.states.items():
+            for key, value in kept.items():
+                read = json_encoding.decode(value, tensor)
+                part, rows = self.parts.get(name, (None, read))
+                if key in arrays and part is not None and part.shape == (tuple(read.shape) or (1,)):
+                    rows[1 + arrays.index(key)] = part.of(read)
+                else:
+                    states.setdefault(name, {})[key] = read
+        means = {name: OwnPart(rows) for name, (_, rows) in self.parts.items()}
         about = {"method": self.method, "steps": self.steps, "in_step": self.in_step}
-        engine.compressed.load_state_dict({**about, "remainders": self.targets, "states": states})
+        engine.compressed.load_state_dict({**about, "remainders": means, "states": states})
         if factor != 1.0:
             engine.compressed.rescale(factor)
 
@@ -151,8 +231,12 @@ def plan(engine: Engine, index: Index) -> KeptCompression:
         if held.name in about["remainders"] and here.feeds_back:
             if index.tensors[name].shape != held.shape:
                 raise CheckpointError(f"{index.file}: {name} has another shape than {held.name}")
-            found.targets[held.name] = torch.zeros(held.cut.part_shape, dtype=torch.float32)
-            found.held[held.name] = held
+            part = here.mean_part(held.cut.part_shape)
+            rows = torch.zeros(1 + len(here.compressor.arrays), *part.part_shape, dtype=torch.float32)
+            found.parts[held.name] = part, rows
+            own = _narrowed(held.cut, part)
+            found.held[held.name] = replace(held, cut=own, start=0, stop=cuts.count(own))
+            found.targets[held.name] = rows[0]
     name = here.compressor.name
     if about["method"] == name:
         found.states = {
@@ -166,6 +250,20 @@ def plan(engine: Engine, index: Index) -> KeptCompression:
     elif about["states"]:
         found.said.append(f"holds states of {about['method']}, which begin anew with {name}")
     return found
+
+
+def _narrowed(cut: Cut, part: MeanPart) -> Cut:
+    """Returns the cut that has a part of what a cut has; the cut itself if it has no dimensions."""
+    if not cut.shape:
+        return cut
+    runs: list[Run] = []
+    at = 0
+    for start, stop in cut.runs[part.dim]:
+        low, high = max(part.start - at, 0), min(part.stop - at, stop - start)
+        if low < high:
+            runs.append((start + low, start + high))
+        at += stop - start
+    return Cut(cut.shape, (*cut.runs[: part.dim], tuple(runs), *cut.runs[part.dim + 1 :]))
 
 
 def _cut_states(engine: Engine, index: Index) -> list[str]:

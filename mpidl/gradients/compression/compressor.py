@@ -21,7 +21,7 @@ sections of several buckets at different moments.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -33,6 +33,7 @@ from collectives import Communicator, Work
 from .pool import Pool
 
 Steps = Generator[list[Work], None, None]
+WAITING = "waiting "  # before the name of a state that was loaded, and that no section has taken over
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,25 @@ class Compressor(ABC):
     def load(self, state: Mapping[torch.nn.Parameter, Mapping[str, torch.Tensor]]) -> None:
         """Takes over states, which `state` gave, in place of all it has; those of other parameters begin anew."""
         assert not state
+
+    def wait_for_sections(self) -> None:
+        """Keeps states that were loaded until sections take them over, or until `end_waiting`."""
+        return
+
+    def end_waiting(self) -> None:
+        """Drops the states that wait."""
+        return
+
+    def lost_states(self, sections: Iterable[tuple[torch.nn.Parameter, int]]) -> tuple[int, int]:
+        """Returns for how many parameters states were loaded, and for how many of these no section fits.
+
+        sections: the first parameter of each and its elements, also those of other ranks that share buckets.
+        """
+        return 0, 0
+
+    def forget(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Drops the states of parameters that another rank reduces, but for those that wait."""
+        return
 
     def rescale(self, factor: float) -> None:
         """Multiplies states that are in the gradients' unit, as the loss scale has changed by this factor."""

@@ -13,7 +13,7 @@ are collective.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,7 @@ from .compressor import Compressor
 from .pipeline import Pipeline
 from .ranks import Method, Ranks
 from .refusals import refuse_momentum
+from .remainders import Made, MeanPart, part_of
 from .sections import Sections
 from .settings import Compression
 from .states import load_by_name, state_by_name
@@ -308,6 +309,24 @@ class CompressedReduction:
         self.drain()
         found = state_by_name(self.compressor, self._sections.means(), self.steps, self._names, self._world)
         return {**found, "in_step": self._window.is_open}
+
+    def state_without_means(self) -> dict[str, Any]:
+        """Makes what `state_dict` gives, without remainders and the compressor's arrays. Collective."""
+        self.drain()
+        found = state_by_name(self.compressor, {}, self.steps, self._names, self._world)
+        return {**found, "in_step": self._window.is_open}
+
+    def of_means(self, make: Callable[[torch.nn.Parameter, Sequence[torch.Tensor]], Made]) -> dict[str, Made]:
+        """Returns by name what is made of each parameter's mean remainder and arrays, bucket by bucket. Collective.
+
+        make: gets the parameter and tensors of its shape, of which it must keep none: they lie in a bucket's memory.
+        """
+        self.drain()
+        return {self._names[p]: each for p, each in self._sections.of_means(make).items() if p in self._names}
+
+    def mean_part(self, shape: Sequence[int]) -> MeanPart:
+        """This rank's part of the means of a parameter of this shape, as `load_state_dict` takes it in an `OwnPart`."""
+        return part_of(shape, self._world.rank, self._world.size)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` gave, on all ranks.

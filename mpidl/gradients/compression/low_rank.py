@@ -11,6 +11,9 @@ is one matrix, as square as can be.
 All ranks compute factors from the same all-reduced numbers with the same kernels, so they have the same bits. A
 method defines what it makes of a factor. Factors that are rounded to 16 bits are also added up in these, and the
 remainder has what rounding lost.
+
+Loaded factors wait on every rank until sections come that they fit. With `batched` a factor belongs to the first
+parameter of a section, and fits one that begins with it and has a matrix of the same size.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import math
 import weakref
 import zlib
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,7 +31,7 @@ import torch
 
 from collectives import Communicator, Work
 
-from .compressor import Compressor, Exchange, Section, Steps, started
+from .compressor import WAITING, Compressor, Exchange, Section, Steps, started
 from .matrices import View, of_parameter, of_section, parts_of, runs_outside, square_side
 from .options import Option, check
 
@@ -106,6 +109,8 @@ class LowRank(Compressor):
         self.rank, self.factors, self.batched = rank, factors, batched
         self.warm_start, self.min_rate = warm_start, min_rate
         self._kept: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
+        self._waiting: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}  # loaded, for sections to come
+        self._loaded: dict[torch.nn.Parameter, list[tuple[str, torch.Size]]] = {}  # while there may be such
         self._plans: weakref.WeakKeyDictionary[Any, Plan] = weakref.WeakKeyDictionary()  # by keys of sections
 
     @property
@@ -173,6 +178,8 @@ class LowRank(Compressor):
             known = self._make_plan(section)
             if section.key is not None:
                 self._plans[section.key] = known
+        for matrix in section.parameters[1:] if self.batched else ():  # sections of former buckets began with them
+            self._kept.pop(matrix.parameter, None)
         return known
 
     def _make_plan(self, section: Section) -> Plan:
@@ -229,9 +236,13 @@ class LowRank(Compressor):
 
     def _factor(self, view: View, side: str, step: int) -> torch.Tensor:
         shape = (self.rank, view.shape[side == "right"])
-        kept = self._kept.get(view.owner, {}).get(side)
-        if kept is not None and kept.shape == shape:
-            return kept
+        for states in (self._kept, self._waiting):
+            found = states.get(view.owner, {}).get(side)
+            if found is not None and found.shape == shape:
+                if states is self._waiting:
+                    del states[view.owner][side]
+                    self._kept.setdefault(view.owner, {})[side] = found
+                return found
         return drawn(shape, view.name, step).to(view.owner.device)
 
     def keep(self, group: Group, side: str, factors: torch.Tensor) -> None:
@@ -242,15 +253,45 @@ class LowRank(Compressor):
                 self._kept.setdefault(view.owner, {})[side] = mine
 
     def state(self) -> Mapping[torch.nn.Parameter, Mapping[str, torch.Tensor]]:
-        """The factors that begin the next step; with `batched` at the first parameter of a section."""
-        return {p: {side: factor.clone() for side, factor in kept.items()} for p, kept in self._kept.items()}
+        """The factors that begin the next step; with `batched` at the first parameter of a section.
+
+        Those that wait have names of their own (`WAITING`).
+        """
+        waiting = {p: {WAITING + side: factor for side, factor in kept.items()} for p, kept in self._waiting.items()}
+        every = {p: {**waiting.get(p, {}), **self._kept.get(p, {})} for p in {**self._kept, **waiting}}
+        return {p: {side: factor.clone() for side, factor in kept.items()} for p, kept in every.items() if kept}
 
     def load(self, state: Mapping[torch.nn.Parameter, Mapping[str, torch.Tensor]]) -> None:
         """Takes over factors; those of other shapes are drawn anew."""
-        self._kept = {
-            p: {side: factor.detach().to(p.device, torch.float32, copy=True) for side, factor in kept.items()}
-            for p, kept in state.items()
-        }
+        self._kept, self._waiting, self._loaded = {}, {}, self._loaded if state else {}
+        for p, kept in state.items():
+            for side, factor in kept.items():
+                states = self._waiting if side.startswith(WAITING) else self._kept
+                copied = factor.detach().to(p.device, torch.float32, copy=True)
+                states.setdefault(p, {})[side.removeprefix(WAITING)] = copied
+
+    def wait_for_sections(self) -> None:
+        """Keeps the factors that were loaded until sections take them over, or until `end_waiting`."""
+        self._kept, self._waiting = {}, self._kept
+        self._loaded = {p: [(side, f.shape) for side, f in kept.items()] for p, kept in self._waiting.items()}
+
+    def lost_states(self, sections: Iterable[tuple[torch.nn.Parameter, int]]) -> tuple[int, int]:
+        """Returns it of factors, which fit everywhere unless they are of whole sections."""
+        loaded = self._loaded
+        fitting = {p for p, elements in sections if self._fits(loaded.get(p, ()), _as_square(elements))}
+        return len(loaded), len(loaded.keys() - fitting) if self.batched else 0
+
+    def end_waiting(self) -> None:
+        """Drops the factors that wait."""
+        self._loaded, self._waiting = {}, {}
+
+    def _fits(self, states: Iterable[tuple[str, torch.Size]], matrix: tuple[int, int]) -> bool:
+        return any(shape == (self.rank, matrix[side == "right"]) for side, shape in states)
+
+    def forget(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Drops the factors of parameters that another rank reduces, but for those that wait."""
+        for p in parameters:
+            self._kept.pop(p, None)
 
     # ---- sizes ------------------------------------------------------------------------------------------------------
 

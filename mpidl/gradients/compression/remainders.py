@@ -7,6 +7,8 @@ buckets, as DDP cuts them anew after its first pass, and through a checkpoint to
     mean remainder of a parameter  =  sum over the ranks of their elements of it / contributions, in rows of its shape
     taken over by a section        =  mean remainder * contributions / peers, on each of the peers
 
+A mean that waits for a section lies on the ranks in parts, one on each (`MeanPart`): together they hold it once.
+
 The further arrays of a compressor (`Compressor.arrays`) are rows behind the remainder, and go the same way.
 
 Source: Seide et al. 2014, "1-Bit Stochastic Gradient Descent", section 3; Karimireddy et al. 2019, "Error Feedback
@@ -15,14 +17,20 @@ Fixes SignSGD and other Gradient Compression Schemes".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import TypeVar
 
 import torch
 
 from collectives import Communicator
 
 from .section_layout import SectionLayout
+
+Made = TypeVar("Made")
+_UNEVEN = 1.5  # times the mean of the ranks' parts that the largest may have, for them to be runs of elements
 
 
 @dataclass(eq=False)
@@ -102,17 +110,36 @@ class BucketSection:
                 if low < high:
                     yield p, slice(at + low - start, at + high - start)
 
+    def own_parameters(self) -> set[torch.nn.Parameter]:
+        """The parameters that begin in this rank's part of the bucket."""
+        parts = [(start, stop) for _, start, stop in self.layout.parts()]
+        pairs = zip(self.parameters, self.starts, strict=True)
+        return {p for p, at in pairs if any(start <= at < stop for start, stop in parts)}
+
+    def begins(self) -> Iterator[tuple[torch.nn.Parameter, int]]:
+        """The first parameter that begins in each local rank's part of the bucket, and the elements of that part."""
+        for block in self.layout.blocks:
+            for rank, elements in enumerate(block.counts):
+                start, stop = block.part(rank)
+                inside = (p for p, at in zip(self.parameters, self.starts, strict=True) if start <= at < stop)
+                for p in islice(inside, 1):
+                    yield p, elements
+
     def views(self, whole: torch.Tensor) -> list[list[torch.Tensor]]:
         """The places of each parameter in rows of the bucket's elements, as views of its shape."""
         places = list(zip(self.starts, self.forms, strict=True))
         return [[row[start:].as_strided(shape, strides) for row in whole] for start, (shape, strides) in places]
 
 
-def mean_remainders(
-    section: BucketSection, comm: Communicator, values: torch.Tensor | None = None
-) -> dict[torch.nn.Parameter, torch.Tensor]:
-    """The mean remainder of each parameter of a section, a row, and its arrays. Collective over all ranks of `comm`.
+def of_means(
+    section: BucketSection,
+    comm: Communicator,
+    make: Callable[[torch.nn.Parameter, Sequence[torch.Tensor]], Made],
+    values: torch.Tensor | None = None,
+) -> dict[torch.nn.Parameter, Made]:
+    """Returns what is made of each parameter's mean remainder and arrays. Collective over all ranks of `comm`.
 
+    make: gets the parameter and views of its shape in a bucket's memory, of which it must keep none.
     values: the section's own by default.
     """
     values = section.values if values is None else values
@@ -122,22 +149,109 @@ def mean_remainders(
         whole[:, start:stop] = values[:, at : at + stop - start]
     comm.all_reduce(whole)
     whole /= comm.size
-    pairs = zip(section.parameters, section.views(whole), strict=True)
-    return {p: torch.stack([view.reshape(-1) for view in views]) for p, views in pairs}
+    return {p: make(p, rows) for p, rows in zip(section.parameters, section.views(whole), strict=True)}
 
 
 def take_over(
-    section: BucketSection, means: Mapping[torch.nn.Parameter, torch.Tensor], rows: int, contributions: int, peers: int
+    section: BucketSection,
+    means: Iterable[tuple[torch.nn.Parameter, torch.Tensor]],
+    rows: int,
+    contributions: int,
+    peers: int,
 ) -> torch.Tensor:
     """Makes a section's values, so many rows, of those of its parameters' means; zero for those without."""
-    found: Sequence[torch.nn.Parameter] = [p for p in section.parameters if p in means]
     device = section.parameters[0].device
     values = torch.zeros(rows, section.layout.size, device=device)
-    if found:
-        whole = torch.zeros(rows, section.layout.elements, device=device)
-        for p, views in zip(section.parameters, section.views(whole), strict=True):
-            for view, mean in zip(views, means[p], strict=True) if p in means else ():
-                view.copy_(mean.view(view.shape)).mul_(contributions / peers)
-        for at, start, stop in section.layout.parts():
-            values[:, at : at + stop - start] = whole[:, start:stop]
+    whole: torch.Tensor | None = None
+    places: dict[torch.nn.Parameter, list[torch.Tensor]] = {}
+    for p, mean in means:
+        if whole is None:
+            whole = torch.zeros(rows, section.layout.elements, device=device)
+            places = dict(zip(section.parameters, section.views(whole), strict=True))
+        for view, row in zip(places[p], mean, strict=True):
+            view.copy_(row).mul_(contributions / peers)
+    for at, start, stop in section.layout.parts() if whole is not None else ():
+        assert whole is not None
+        values[:, at : at + stop - start] = whole[:, start:stop]
     return values
+
+
+@dataclass(frozen=True)
+class MeanPart:
+    """A rank's part of the means of a parameter that wait for a section: some indices of one dimension.
+
+    shape: of the parameter, (1,) for one without dimensions.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+    stop: int
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of the part."""
+        return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The part of a whole tensor, a view of it where its elements lie in order."""
+        return whole.reshape(self.shape).narrow(self.dim, self.start, self.stop - self.start)
+
+
+def part_of(shape: Sequence[int], rank: int, ranks: int) -> MeanPart:
+    """The part of a parameter's means that a rank holds: of the first dimension that can be cut evenly."""
+    shape = tuple(shape) or (1,)
+    dim = min(range(len(shape)), key=lambda each: max(_UNEVEN, -(-shape[each] // ranks) * ranks / max(shape[each], 1)))
+    return MeanPart(shape, dim, shape[dim] * rank // ranks, shape[dim] * (rank + 1) // ranks)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnPart:
+    """Holds this rank's part of a parameter's means: a row for the remainder, and one for each array."""
+
+    rows: torch.Tensor
+
+
+Rows = OwnPart | Sequence[torch.Tensor]  # a parameter's means: this rank's part, or whole ones
+
+
+def own_part(rows: Rows, comm: Communicator) -> torch.Tensor:
+    """This rank's part of a parameter's mean remainder and arrays; of whole ones a copy."""
+    if isinstance(rows, OwnPart):
+        return rows.rows
+    part = part_of(rows[0].shape, comm.rank, comm.size)
+    return torch.stack([part.of(row) for row in rows])
+
+
+def gathered(
+    parts: Mapping[torch.nn.Parameter, torch.Tensor],
+    parameters: Sequence[torch.nn.Parameter],
+    rows: int,
+    comm: Communicator,
+) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Yields parameters with their means, so many rows, of which each rank has a part. Collective.
+
+    parts: this rank's; one that is missing counts as zeros.
+    parameters: the same ones on every rank.
+    """
+    if not parameters:
+        return
+    places = [[part_of(p.shape, rank, comm.size) for p in parameters] for rank in range(comm.size)]
+    sizes = [[rows * math.prod(part.part_shape) for part in own] for own in places]
+    everyone = torch.empty(sum(map(sum, sizes)), device=parameters[0].device)
+    pieces = [of_rank.split(own) for of_rank, own in zip(everyone.split([*map(sum, sizes)]), sizes, strict=True)]
+    for p, piece in zip(parameters, pieces[comm.rank], strict=True):
+        if p in parts:
+            piece.copy_(parts[p].reshape(-1))
+        else:
+            piece.zero_()
+    counts = [sum(own) for own in sizes]
+    if everyone.numel():
+        comm.all_gather(everyone, everyone.split(counts)[comm.rank], counts)
+    for number, p in enumerate(parameters):
+        whole = torch.empty(rows, *places[0][number].shape, device=everyone.device)
+        for own, of_rank in zip(places, pieces, strict=True):
+            part = own[number]
+            target = whole.narrow(1 + part.dim, part.start, part.stop - part.start)
+            target.copy_(of_rank[number].view(rows, *part.part_shape))
+        yield p, whole.view(rows, *p.shape)

@@ -3,14 +3,17 @@
 A section is the part of a bucket that this rank reduces with its peers (`section_layout`): all of it without nodes.
 
     a bucket is new               its section takes over what others with its parameters have kept (collective)
-    a state is loaded             what was not sent waits for the sections of the next pass
+    a state is loaded             what was not sent waits for the sections of the next pass, a part of it on each rank
     full precision                what was not sent is added to the gradients, and is then sent whole
 
-All of it runs in the thread of the backward pass, on every rank for the same buckets in the same order.
+All of it runs in the thread of the backward pass, on every rank for the same buckets in the same order. Where something
+may wait, the ranks first agree for which parameters of a bucket it does, and then gather its parts: so no rank waits
+for one that keeps nothing.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -19,12 +22,13 @@ from collectives import Communicator
 
 from ...comm_hooks import GradBucket
 from .ranks import Method
-from .remainders import BucketSection, mean_remainders, take_over
+from .remainders import BucketSection, Made, Rows, gathered, of_means, own_part, take_over
 from .section_layout import SectionLayout, by_pieces, of_replicas, of_whole_parameters
 from .undo import Window
 
 Means = Mapping[torch.nn.Parameter, torch.Tensor]
 Key = tuple[tuple[int, tuple[int, ...]], ...]
+_SETTLED = 2  # compressed passes after a load in which all buckets have come: DDP cuts them anew after its first pass
 
 
 class Sections:
@@ -42,9 +46,12 @@ class Sections:
         self.method, self.undoable = method, False
         self._world, self._window, self._drain = world, window, drain
         self._sections: dict[Key, BucketSection] = {}
-        self._means: dict[torch.nn.Parameter, torch.Tensor] = {}  # mean remainders without a section
+        self._means: dict[torch.nn.Parameter, torch.Tensor] = {}  # own parts of mean remainders without a section
         self._former_means: dict[torch.nn.Parameter, torch.Tensor] = {}  # likewise, of the start of the window
         self._kept_means: dict[torch.nn.Parameter, torch.Tensor] = {}  # likewise, for `put_back`
+        self._may_wait = False  # some rank may have some of these; the same on every rank
+        self._found = False  # in the buckets of this pass
+        self._passes = 0  # compressed ones since a state was loaded
 
     def of(self, bucket: GradBucket) -> BucketSection:
         """The section of a bucket. Collective where the bucket is new."""
@@ -52,13 +59,15 @@ class Sections:
         found = self._sections.get(key)
         if found is None or found.layout.elements != bucket.buffer().numel():
             found = self._sections[key] = self._lay_out(bucket, bucket.parameters())
+        if self._passes <= _SETTLED and not bucket.is_repeated():
+            self._count_pass(bucket)
         return found
 
     def _lay_out(self, bucket: GradBucket, parameters: list[torch.nn.Parameter]) -> BucketSection:
         """Lays out a bucket's section; remainders in other buckets move to it, which is collective."""
         wanted = set(parameters)
         former = [key for key, section in self._sections.items() if not wanted.isdisjoint(section.parameters)]
-        if former:
+        if former or self._may_wait:
             self._drain()
         self._collect([section for section in map(self._sections.pop, former) if section.values is not None])
         flat, ranks, compressor = bucket.buffer(), self.method.ranks, self.method.compressor
@@ -66,16 +75,37 @@ class Sections:
         views = bucket.gradients()
         starts, forms = [(v.data_ptr() - base) // size for v in views], [(v.shape, v.stride()) for v in views]
         made = BucketSection(parameters, starts, forms, self._layout(flat.numel(), bucket.needed(), starts))
+        compressor.forget(wanted - made.own_parameters())
         if self.method.feeds_back:
-            given = 1 + len(compressor.arrays), self._world.size, ranks.peers
-            made.values = take_over(made, self._means, *given)
-            if not self._former_means.keys().isdisjoint(parameters):
-                made.former = take_over(made, self._means | self._former_means, *given)
-                made.window = self._window.number
+            rows = 1 + len(compressor.arrays)
+            given = rows, self._world.size, ranks.peers
+            waiting, before = self._with_means(parameters)
+            made.values = take_over(made, gathered(self._means, waiting, rows, self._world), *given)
+            if before:
+                either = [p for p in parameters if p in {*waiting, *before}]
+                parts = gathered(self._means | self._former_means, either, rows, self._world)
+                values = take_over(made, parts, *given)
+                if not self._former_means.keys().isdisjoint(parameters):
+                    made.former, made.window = values, self._window.number
             for p in parameters:
                 self._former_means.pop(p, None)
                 self._means.pop(p, None)
         return made
+
+    def _with_means(
+        self, parameters: Sequence[torch.nn.Parameter]
+    ) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+        """The parameters of which any rank keeps a mean without a section, and a former one. Collective if any may.
+
+        Under `join` a rank that makes no steps may keep what others do not.
+        """
+        if not self._may_wait:
+            return [], []
+        kept = [[p in means for p in parameters] for means in (self._means, self._former_means)]
+        anywhere = torch.tensor(kept, dtype=torch.uint8)
+        self._world.all_reduce(anywhere, "max")
+        now, before = ([p for p, has in zip(parameters, row, strict=True) if has] for row in anywhere.tolist())
+        return now, before
 
     def _collect(self, moving: Sequence[BucketSection]) -> None:
         """Takes the mean remainders out of sections. Collective."""
@@ -85,11 +115,16 @@ class Sections:
         # Under `join` a rank may have made no step yet, and keep what others do not.
         anywhere = torch.tensor(kept, dtype=torch.uint8)
         self._world.all_reduce(anywhere, "max")
+        self._may_wait = True
         for section, is_kept, is_anywhere in zip(moving, kept, anywhere.tolist(), strict=True):
-            self._means |= mean_remainders(section, self._world)
+            self._means |= self._own_parts(section)
             if is_anywhere:
-                values = section.former if is_kept else section.values
-                self._former_means |= mean_remainders(section, self._world, values)
+                self._former_means |= self._own_parts(section, section.former if is_kept else section.values)
+
+    def _own_parts(
+        self, section: BucketSection, values: torch.Tensor | None = None
+    ) -> dict[torch.nn.Parameter, torch.Tensor]:
+        return of_means(section, self._world, lambda _, rows: own_part(rows, self._world), values)
 
     def _layout(self, elements: int, needed: slice, starts: Sequence[int]) -> SectionLayout:
         ranks = self.method.ranks
@@ -111,14 +146,25 @@ class Sections:
         if section is not None and section.values is not None:
             for at, start, stop in section.layout.parts():
                 bucket.buffer()[start:stop] += section.values[0, at : at + stop - start]
-        for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True) if self._means else ():
-            mean = self._means.pop(p, None)
-            if mean is not None:
-                view += mean[0].view(view.shape).to(view.device)
-                if p in missed:
-                    self._kept_means[p] = mean
-                if self.undoable:
-                    self._former_means.setdefault(p, mean)
+        if not self._may_wait:
+            return
+        views = dict(zip(bucket.parameters(), bucket.gradients(), strict=True))
+        waiting, before = self._with_means([*views])
+        remainders = {p: mean[:1] for p, mean in (self._former_means | self._means).items() if p in views}
+        for p, (mean,) in gathered(remainders, waiting, 1, self._world):
+            views[p] += mean.to(views[p].device)
+            part = self._means.pop(p, None)
+            if part is not None and p in missed:
+                self._kept_means[p] = part
+            if part is not None and self.undoable:
+                self._former_means.setdefault(p, part)
+        self._note_waiting(bucket, bool(waiting or before))
+
+    def _note_waiting(self, bucket: GradBucket, found: bool) -> None:
+        """Notes that something of a bucket waits; after a pass in which nothing did, the ranks need not agree on it."""
+        if not bucket.is_repeated():
+            self._found = found or (self._found and bucket.index() > 0)
+            self._may_wait = self._found or not bucket.is_last()
 
     def put_back(self, reached: Collection[torch.Tensor]) -> None:
         """Takes the remainders of all parameters but these back to those of before the pass, if it missed them here."""
@@ -152,17 +198,54 @@ class Sections:
             for mean in means.values():
                 mean *= factor
 
-    def means(self) -> Means:
-        """The mean remainder of each parameter, a row, and the compressor's arrays. Collective."""
-        found = dict(self._means)
+    def of_means(
+        self, make: Callable[[torch.nn.Parameter, Sequence[torch.Tensor]], Made]
+    ) -> dict[torch.nn.Parameter, Made]:
+        """Returns what is made of each parameter's mean remainder and the compressor's arrays, by bucket. Collective.
+
+        make: gets the parameter and tensors of its shape, of which it must keep none: they lie in a bucket's memory.
+        """
+        found: dict[torch.nn.Parameter, Made] = {}
         for section in self._sections.values():
             if section.values is not None:
-                found |= mean_remainders(section, self._world)
+                found |= of_means(section, self._world, make)
+        for p, part in self._means.items():
+            for _, mean in gathered(self._means, [p], len(part), self._world) if p not in found else ():
+                found[p] = make(p, [*mean])
         return found
 
-    def replace(self, means: Means) -> None:
-        """Forgets all remainders; the sections of the next pass take these over."""
-        self._sections, self._means, self._former_means = {}, dict(means), {}
+    def means(self) -> Means:
+        """The mean remainder of each parameter, and the compressor's arrays, whole on every rank. Collective."""
+        return self.of_means(lambda _, rows: torch.stack([*rows]))
+
+    def replace(self, means: Mapping[torch.nn.Parameter, Rows]) -> None:
+        """Forgets all remainders; the sections of the next pass take these over, of which each rank keeps its part."""
+        self._sections, self._former_means = {}, {}
+        self._means = {p: own_part(rows, self._world).to("cpu", torch.float32) for p, rows in means.items()}
+        self._may_wait, self._found, self._passes = bool(means), False, 0
+
+    def _count_pass(self, bucket: GradBucket) -> None:
+        """Counts the passes after a load. As their buckets have come, tells of loaded states that fit none of them."""
+        if self._passes == _SETTLED:
+            self.method.compressor.end_waiting()
+        elif not bucket.is_last():
+            return
+        self._passes += 1
+        if self._passes == _SETTLED:
+            self._tell_of_lost_states()
+
+    def _tell_of_lost_states(self) -> None:
+        """Warns, on rank 0, of factors that were loaded and that fit no section."""
+        compressor = self.method.compressor
+        begins = [begin for section in self._sections.values() for begin in section.begins()]
+        loaded, lost = compressor.lost_states(begins)
+        if lost and self._world.rank == 0:
+            warnings.warn(
+                f"compress: {compressor.name}: {lost} of the {loaded} factors that were loaded begin anew, as the "
+                "parameters lie otherwise in the buckets here",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def drop_waiting(self) -> None:
         """Forgets what no section has taken over."""

@@ -4,6 +4,9 @@
 
 It is the same on every rank, and for any number of ranks. The mean arrays of a compressor (`Compressor.arrays`) are
 among its states.
+
+A checkpoint needs no rank to have all of it: it takes of each bucket's means what a rank writes
+(`CompressedReduction.of_means`), and gives each rank its part of them (`OwnPart`).
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from collectives import Communicator
 
 from ...errors import ConfigurationError
 from ...job.objects import all_gather_object
-from .compressor import Compressor
+from .compressor import WAITING, Compressor
+from .remainders import OwnPart, Rows
 
 Names = Mapping[torch.nn.Parameter, str]
 
@@ -29,37 +33,55 @@ def state_by_name(
     names: Names,
     world: Communicator,
 ) -> dict[str, Any]:
-    """Makes the state. Collective. means: of each parameter a row for the remainder, and one for each array."""
+    """Makes the state. Collective.
+
+    means: of each parameter a row for the remainder, and one for each array; not copied.
+    """
     states = _states(compressor, names, world)
     for p, name in names.items() if compressor.arrays else ():
         if p in means:
             rows = zip(compressor.arrays, means[p][1:], strict=True)
-            states.setdefault(name, {}).update({array: row.view(p.shape).clone() for array, row in rows})
+            states.setdefault(name, {}).update(rows)
     return {
         "method": compressor.name,
         "steps": steps,
-        "remainders": {name: means[p][0].view(p.shape).clone() for p, name in names.items() if p in means},
+        "remainders": {name: means[p][0] for p, name in names.items() if p in means},
         "states": states,
     }
 
 
 def _states(compressor: Compressor, names: Names, world: Communicator) -> dict[str, dict[str, torch.Tensor]]:
-    """The compressor's states by names, also those that only other ranks have. Collective."""
+    """The compressor's states by names, also those that only other ranks have. Collective.
+
+    Those that were loaded wait on every rank; a rank that has taken them over has newer ones.
+    """
     kept = compressor.state()
-    own = {name: dict(kept[p]) for p, name in names.items() if p in kept}
+    states = {name: dict(kept[p]) for p, name in names.items() if p in kept}
+    waiting = {name for name, state in states.items() if all(key.startswith(WAITING) for key in state)}
+    for name, state in states.items():
+        ordered = sorted(state, key=lambda key: key.startswith(WAITING))  # those that wait are for sections to come
+        states[name] = {key.removeprefix(WAITING): state[key] for key in ordered}
+    every = _of_all_ranks({name: state for name, state in states.items() if name not in waiting}, world)
+    every = {**{name: states[name] for name in waiting}, **every}
+    return {name: every[name] for name in names.values() if name in every}
+
+
+def _of_all_ranks(own: dict[str, dict[str, torch.Tensor]], world: Communicator) -> dict[str, dict[str, torch.Tensor]]:
+    """Those of the first rank that has any, by names. Collective."""
     having = all_gather_object(world, [*own])
     if all(found == having[0] for found in having):
         return own
     first = {name: rank for rank in reversed(range(world.size)) for name in having[rank]}
     mine = {name: state for name, state in own.items() if first[name] == world.rank}
-    every = {name: state for given in all_gather_object(world, mine) for name, state in given.items()}
-    return {name: every[name] for name in names.values() if name in every}
+    return {name: state for given in all_gather_object(world, mine) for name, state in given.items()}
 
 
 def load_by_name(
     state_dict: Mapping[str, Any], compressor: Compressor, names: Names, feeds_back: bool
-) -> dict[torch.nn.Parameter, torch.Tensor]:
+) -> dict[torch.nn.Parameter, Rows]:
     """Gives the compressor its states of what `state_by_name` made; returns the means, none without feedback.
+
+    state_dict: its remainders may each be an `OwnPart`, which has the arrays too.
 
     States of another method are left out: its remainders are taken over, as they are gradients.
     Raises ConfigurationError for names or shapes of other parameters, before anything changes.
@@ -74,15 +96,19 @@ def load_by_name(
     given = {(name, 0): mean for name, mean in state_dict["remainders"].items()}
     for row, array in enumerate(compressor.arrays, start=1):
         given |= {(name, row): kept.pop(array) for name, kept in states.items() if array in kept}
-    means: dict[torch.nn.Parameter, torch.Tensor] = {}
+    means: dict[torch.nn.Parameter, Rows] = {}
+    rows: dict[torch.nn.Parameter, list[torch.Tensor]] = {}  # whole ones
     for (name, row), mean in given.items():
         p, kind = by_name[name], ("remainder", *compressor.arrays)[row]
-        if mean.shape != p.shape:
+        if not isinstance(mean, OwnPart) and mean.shape != p.shape:
             raise ConfigurationError(
                 f"load_state_dict: {name}: got a {kind} of shape {tuple(mean.shape)}; needs {tuple(p.shape)}"
             )
-        if feeds_back:
-            rows = means.setdefault(p, torch.zeros(1 + len(compressor.arrays), p.numel()))
-            rows[row] = mean.detach().reshape(-1)
+        if feeds_back and isinstance(mean, OwnPart):
+            means[p] = mean
+        elif feeds_back:
+            rows[p] = rows.get(p) or [mean.new_zeros(()).expand(p.shape)] * (1 + len(compressor.arrays))
+            rows[p][row] = mean.detach()
     compressor.load({by_name[name]: kept for name, kept in states.items() if kept})
-    return means
+    compressor.wait_for_sections()
+    return {**means, **rows}

@@ -14,6 +14,7 @@ import torch
 import mpidl
 from mpidl import Compression
 from mpidl.errors import CheckpointError
+from mpidl.gradients.compression import low_rank
 from tests.mpidl.checkpoint.training import Run
 from tests.mpidl.gradients.compression.test_engines import Training
 from tests.mpidl.small_models import MODELS, fresh, sequences
@@ -22,6 +23,8 @@ from tests.mpidl.zero.ways import ENGINES
 pytestmark = pytest.mark.mpi
 # Methods that begin a step with factors of the last one, and which.
 WARM = {"powersgd:2": {"right"}, "powersgd:2,alternating": {"left", "right"}, "gradzip:2": {"right"}}
+WARM |= {"powersgd:2,batched": {"right"}}
+BATCHED = ["powersgd:2,batched", "powersgd:1,batched,alternating", "gradzip:2,batched"]
 
 
 def compressed(run: Run) -> Any:
@@ -44,6 +47,7 @@ def check_same_states(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.limit(240)
+@pytest.mark.filterwarnings("ignore:compress")  # of factors of sections, which begin anew
 @pytest.mark.each("method")
 @pytest.mark.parametrize("method", ["int4", *WARM])
 def test_any_engine_and_number_of_ranks_takes_over_the_mean(comm, shared: Path, method: str) -> None:
@@ -125,6 +129,99 @@ def test_what_is_reset_is_said(comm, shared: Path) -> None:
         chooses_none = Run("stage 2", comm, compress="auto")
         check(said(chooses_none, "int4"), None if none_kept else "has not sent, which is dropped as 'auto' chose none")
         assert compressed(chooses_none).state_dict()["remainders"] == {}
+
+
+class Crossed(torch.nn.Module):
+    """Matrices that are used in another order than they are registered in.
+
+    So DDP's buckets of the first pass and those of later ones begin with the same parameter, and have other sizes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for name, shape in {"a": (40, 40), "b": (4, 400), "c": (40, 4), "d": (400, 4)}.items():
+            setattr(self, name, torch.nn.Parameter(torch.randn(shape) / 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for matrix in (self.a, self.c, self.b, self.d):
+            x = (x @ matrix).tanh()
+        return x.square().sum()
+
+
+@pytest.mark.every_size
+@pytest.mark.filterwarnings("ignore:compress")  # of the last load, which has factors of DDP's first buckets too
+@pytest.mark.parametrize("method", BATCHED)
+def test_factors_of_sections_wait_until_these_come(
+    comm, shared: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DDP cuts its buckets anew after its first pass; in the second, sections and factors are those of the save."""
+    draw, drawn = low_rank.drawn, []
+
+    def counted(shape: tuple[int, int], name: str, step: int) -> torch.Tensor:
+        drawn.append((name, shape))
+        return draw(shape, name, step)
+
+    def made() -> Any:
+        how = Compression(method, start_step=0)
+        settings = {"process_group": comm, "compress": how, "bucket_cap_mb": 7200 / (1 << 20)}
+        call = mpidl.DistributedDataParallel(Crossed(), **settings)
+        return call, torch.optim.SGD(call.parameters(), lr=0.01)
+
+    def run(training: Any, steps: int) -> None:
+        for _ in range(steps):
+            training[0](torch.randn(3, 40, generator=torch.Generator().manual_seed(comm.rank))).backward()
+            training[1].step()
+            training[1].zero_grad()
+
+    def save(training: Any, step: int) -> None:
+        mpidl.checkpoint.save(shared, *training, step=step, process_group=comm)
+
+    monkeypatch.setattr(low_rank, "drawn", counted)
+    first, other, again = made(), made(), made()
+    run(first, 4)
+    of_d = {shape for name, shape in drawn if name == "d"}
+    assert len(of_d) == (2 if comm.size > 1 else 0)
+    save(first, 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mpidl.checkpoint.load(shared, *other, process_group=comm)
+        check_same_states(other[0].compressed.state_dict(), first[0].compressed.state_dict())
+        run(other, 1)
+        save(other, 5)
+        drawn.clear()
+        run(other, 3)
+        assert not drawn
+    assert not [each for each in caught if "begin anew" in str(each.message)]
+    assert other[0].compressed.state_dict()["states"].keys() == first[0].compressed.state_dict()["states"].keys()
+    mpidl.checkpoint.load(shared, *again, process_group=comm)  # what was saved while some factors still waited
+    run(again, 1)
+    drawn.clear()
+    run(again, 2)
+    assert not drawn
+    for name, p in again[0].named_parameters():
+        assert torch.isfinite(p).all(), name
+
+
+@pytest.mark.every_size
+@pytest.mark.parametrize("method", BATCHED)
+def test_factors_of_sections_that_do_not_come_are_told_of(comm, shared: Path, method: str) -> None:
+    def made(engine: str, **settings: Any) -> Training:
+        return Training(comm, engine, Compression(method, start_step=0), **settings)
+
+    first = made("ddp")
+    first.run(4)
+    mpidl.checkpoint.save(shared, first.called, first.optimizer, step=4, process_group=comm)
+    for engine in ("stage 2", "stage 3"):
+        other = made(engine)
+        mpidl.checkpoint.load(shared, other.called, other.optimizer, process_group=comm)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            losses = other.run(4, first=4)
+        assert np.isfinite(losses).all()
+        said = [str(each.message) for each in caught if "begin anew" in str(each.message)]
+        assert len(said) == (comm.rank == 0 and comm.size > 1)
+        assert all(f"compress: {method}: " in text and "factors that were loaded begin anew" in text for text in said)
 
 
 def test_velocities_go_to_other_engines_and_numbers_of_ranks(comm, shared: Path) -> None:

@@ -130,7 +130,7 @@ class Averaging:
 
 
 def registers(run: Run) -> Any:
-    """What takes a hook: the wrapper, or the ZeroOptimizer."""
+    """Returns what takes a hook: the wrapper, or the ZeroOptimizer."""
     return run.call if run.engine == "ddp" else run.optimizer
 
 
