@@ -21,6 +21,7 @@ from mpidl.errors import ConfigurationError, UsageError
 from mpidl.gradients.buckets import FIRST_BUCKET_MB, MIB, assign
 from mpidl.gradients.compression import Compressor
 from mpidl.gradients.compression.auto import PASSES
+from mpidl.gradients.compression.low_rank import LowRank
 from mpidl.gradients.compression.sign import Sign
 from mpidl.models.gpt2 import GPT2
 from mpidl.optim import (
@@ -214,6 +215,7 @@ AHEAD, PERIOD = 3, 50
 FRAGMENTS, OVERLAP = 5, 4  # of DiLoCo: a fragment is reduced during 4 steps of every 10
 STARTS = 2  # steps before a method sends less
 CHOOSES = 2 * PASSES + 1  # steps until "auto" has chosen, and reduced once by its choice
+CHOOSES_LOSSY = LowRank.start_step + PASSES + 1  # likewise where it may choose PowerSGD
 LOSSY = ("int8", "powersgd:4")  # what "auto-lossy" may choose besides bf16
 INT8: dict[str, Any] = {"compress": "int8", "compress_parameters": "int8"}
 METHODS: dict[str, Method] = {
@@ -241,7 +243,7 @@ METHODS: dict[str, Method] = {
     ),
     # By the formula of what it chooses where the network is what takes time.
     "auto": Method(automatic(), lambda s: s.all_reduced(s.total / 2), warmup=CHOOSES),
-    "auto-lossy": Method(automatic(*LOSSY), lambda s: s.all_reduced(s.power_sgd(4)), warmup=CHOOSES),
+    "auto-lossy": Method(automatic(*LOSSY), lambda s: s.all_reduced(s.power_sgd(4)), warmup=CHOOSES_LOSSY),
     "torch-ddp": Method(torch_ddp(), lambda s: s.in_rings(s.total), is_peer=True),
     "torch-bf16": Method(torch_ddp("bf16"), lambda s: s.in_rings(s.total / 2), is_peer=True),
     "torch-powersgd": Method(torch_ddp("powersgd"), lambda s: s.in_rings(s.power_sgd(4)), is_peer=True),
