@@ -181,7 +181,8 @@ def test_factors_of_sections_wait_until_these_come(
     first, other, again = made(), made(), made()
     run(first, 4)
     of_d = {shape for name, shape in drawn if name == "d"}
-    assert len(of_d) == (2 if comm.size > 1 else 0)
+    if comm.nodes in (1, comm.size):  # sections are whole buckets
+        assert len(of_d) == (2 if comm.size > 1 else 0)
     save(first, 4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -80,7 +80,7 @@ def made(comm: Any, engine: str, method: str | None) -> tuple[Any, Any, Any]:
 @pytest.mark.parametrize("method", ["int4", "dgc:0.1"])
 @pytest.mark.parametrize("engine", ["ddp", "stage 2", "stage 3"])
 def test_remainders_take_a_share_and_a_bucket_in_checkpoints(comm, shared: Path, engine: str, method: str) -> None:
-    """The remainders are 24 layers on every rank; dgc has as much of velocities."""
+    """The remainders are 24 layers on every rank of a node; dgc has as much of velocities."""
     peaks: dict[tuple[str, bool], int] = {}
 
     def step(call: Any, optimizer: Any, number: int) -> None:
@@ -103,7 +103,8 @@ def test_remainders_take_a_share_and_a_bucket_in_checkpoints(comm, shared: Path,
         count("load", compresses, partial(mpidl.checkpoint.load, path, again, of_again, process_group=comm))
     rows = 2 if method.startswith("dgc") else 1
     share, bucket = rows * (LAYERS / comm.size + 1) * LAYER, rows * LAYERS_OF_A_BUCKET * LAYER
-    assert storage_bytes(reduction.held_tensors()) >= rows * LAYERS * LAYER
+    parts = comm.local_size if comm.nodes > 1 else 1  # between nodes the ranks of a node divide the remainders
+    assert storage_bytes(reduction.held_tensors()) >= 0.9 * rows * LAYERS * LAYER / parts
     assert storage_bytes(loaded.held_tensors()) <= share
     found, expected = loaded.state_dict(), reduction.state_dict()
     assert any(mean.any() for mean in expected["remainders"].values())
