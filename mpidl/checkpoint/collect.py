@@ -236,9 +236,8 @@ def _whole(name: str, values: torch.Tensor) -> Piece:
 
 def common_states(about: Mapping[str, Any]) -> dict[str, str]:
     """Returns checksums of what only one of joined parts writes, and which so has to be the same in all of them."""
-    found = {name: about.get(name) for name in (*_STATEFUL, "averager")} | {
-        "compression": compression_state.common(about)
-    }
+    found = {name: about.get(name) for name in (*_STATEFUL, "averager")}
+    found["compression"] = compression_state.common(about)
     optimizer = about.get("optimizer", {"class": None, "groups": ()})
     found |= {"optimizer": [optimizer["class"], [group["settings"] for group in optimizer["groups"]]]}
     return {name: checksum(json.dumps(value, sort_keys=True).encode()) for name, value in found.items()}

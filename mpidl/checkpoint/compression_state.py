@@ -29,7 +29,7 @@ from . import cuts, json_encoding
 from .engine import Engine
 from .held_tensor import HeldTensor, Share
 from .index import Index
-from .joining import SMALL
+from .joining import divided
 from .tensorfile import blocks_of, checksum
 
 Add = Callable[[str, Share, torch.Tensor, int], None]
@@ -107,11 +107,8 @@ def _kept(engine: Engine, held: HeldTensor, arrays: Sequence[str], rows: Sequenc
 
 def _own_share(cut: Cut, rank: int, size: int, turn: int) -> list[Share]:
     """Returns what a rank writes of a tensor that each part writes by itself; of a small one in turn all or nothing."""
-    elements = cuts.count(cut)
-    if elements < SMALL:
-        return [Share(cut, 0, elements)] if turn % size == rank else []
-    start, stop = (elements * number // size for number in (rank, rank + 1))
-    return [Share(cut, start, stop)]
+    start, stop = divided(cuts.count(cut), rank, size, turn)
+    return [Share(cut, start, stop)] if stop > start else []
 
 
 def _digest(values: torch.Tensor) -> torch.Tensor:

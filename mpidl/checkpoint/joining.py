@@ -123,7 +123,7 @@ class Join:
         for cut in mine.cuts:
             elements = cuts.count(cut)
             place = mine.parts.index(self.number) * of + number
-            start, stop = _divided(elements, place, len(mine.parts) * of, self.turns[name])
+            start, stop = divided(elements, place, len(mine.parts) * of, self.turns[name])
             if start < stop or (elements == 0 and number == 0):
                 found.append(Share(cut, start, stop))
         return found
@@ -206,7 +206,7 @@ def _owners(held: tuple[tuple[int, Cut], ...]) -> tuple[dict[int, Owned], str | 
     return owned, cuts.misfit(shape, [cut for parts in by_cut.values() for cut in owned[parts[0]].cuts])
 
 
-def _divided(elements: int, number: int, of: int, turn: int) -> tuple[int, int]:
+def divided(elements: int, number: int, of: int, turn: int) -> tuple[int, int]:
     """Returns the range of elements that the number-th of `of` takes. turn: number of small tensors before this one."""
     if elements < SMALL:
         return (0, elements) if turn % of == number else (0, 0)

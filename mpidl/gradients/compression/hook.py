@@ -29,7 +29,7 @@ from .pipeline import Pipeline
 from .ranks import Method, Ranks
 from .refusals import refuse_momentum
 from .remainders import Made, MeanPart, part_of
-from .sections import Sections
+from .sections import Means, Sections
 from .settings import Compression
 from .states import load_by_name, state_by_name
 from .undo import Window, note
@@ -307,13 +307,15 @@ class CompressedReduction:
         The same on every rank, and for any number of ranks. "in_step" tells if there were passes since the last step.
         """
         self.drain()
-        found = state_by_name(self.compressor, self._sections.means(), self.steps, self._names, self._world)
-        return {**found, "in_step": self._window.is_open}
+        return self._state(self._sections.means())
 
     def state_without_means(self) -> dict[str, Any]:
         """Makes what `state_dict` gives, without remainders and the compressor's arrays. Collective."""
         self.drain()
-        found = state_by_name(self.compressor, {}, self.steps, self._names, self._world)
+        return self._state({})
+
+    def _state(self, means: Means) -> dict[str, Any]:
+        found = state_by_name(self.compressor, means, self.steps, self._names, self._world)
         return {**found, "in_step": self._window.is_open}
 
     def of_means(self, make: Callable[[torch.nn.Parameter, Sequence[torch.Tensor]], Made]) -> dict[str, Made]:
