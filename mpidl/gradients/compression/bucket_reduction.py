@@ -13,9 +13,9 @@ from functools import partial
 import torch
 
 from ...comm_hooks import GradBucket
+from .bucket_section import BucketSection
 from .compressor import Matrix, Section, Steps, started
 from .ranks import Method
-from .remainders import BucketSection
 
 
 @dataclass(frozen=True)
@@ -48,29 +48,29 @@ class BucketReduction:
     def steps(self) -> Steps:
         """Yields the operations of each phase."""
         flat, layout, ranks = self.bucket.buffer(), self.kept.layout, self.method.ranks
-        summed = flat
-        if ranks.scatters is not None:
+        summed, inside = flat, ranks.reduce_scatter_comm
+        if inside is not None:
             summed, works = flat.new_empty(layout.size), []
             op = "avg" if flat.dtype == torch.float16 else "sum"  # of which a sum may be infinite
             for (at, start, stop), block in zip(layout.parts(), layout.blocks, strict=True):
                 own, whole = summed[at : at + stop - start], flat[block.start : block.stop]
-                works += started(ranks.scatters.reduce_scatter(own, whole, op, counts=block.counts, async_op=True))
+                works += started(inside.reduce_scatter(own, whole, op, counts=block.counts, async_op=True))
             yield works
             if op == "avg":
-                summed = summed.float().mul_(ranks.scatters.size)
+                summed = summed.float().mul_(inside.size)
         section = self._section(summed)
         yield from self.method.compressor.reduce(section, ranks.exchange)
-        if ranks.scatters is None or not layout.gathers:
+        if inside is None or not layout.gathers_whole:
             if not _same_memory(section.result, flat):
                 self.target().copy_(section.result)
-            if ranks.scatters is not None:
+            if inside is not None:
                 yield []
             return
         mean, works = section.result.to(flat.dtype), []
-        assert ranks.gathers is not None
+        assert ranks.all_gather_comm is not None
         for (at, start, stop), block in zip(layout.parts(), layout.blocks, strict=True):
             whole, own = flat[block.start : block.stop], mean[at : at + stop - start]
-            works += started(ranks.gathers.all_gather(whole, own, counts=block.counts, async_op=True))
+            works += started(ranks.all_gather_comm.all_gather(whole, own, counts=block.counts, async_op=True))
         yield works
 
     def _section(self, summed: torch.Tensor) -> Section:
@@ -102,7 +102,7 @@ class BucketReduction:
         flat, needed, layout = self.bucket.buffer(), self.bucket.needed(), self.kept.layout
         ranks = self.method.ranks
         if layout.needs_all and (self.method.compressor.needs_whole or not ranks.is_hybrid):
-            fits, size = ranks.scatters is None, layout.size
+            fits, size = ranks.reduce_scatter_comm is None, layout.size
         else:
             fits, size = True, needed.stop - needed.start
         if fits and flat.dtype == torch.float32:
@@ -111,7 +111,7 @@ class BucketReduction:
 
     def _needed(self) -> tuple[int, int] | None:
         """The elements that this rank needs of a section that is the whole bucket; None where it needs all."""
-        if self.method.ranks.scatters is not None or not self.method.compressor.needs_whole:
+        if self.method.ranks.reduce_scatter_comm is not None or not self.method.compressor.needs_whole:
             return None
         needed = self.bucket.needed()
         return needed.start, needed.stop

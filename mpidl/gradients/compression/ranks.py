@@ -26,8 +26,8 @@ class Ranks:
     exchange: with a Communicator for each phase of the compressor, if it has something to reduce (`compresses`).
     peers: how many ranks exchange.
     is_hybrid: they are replicas of a shard.
-    scatters, gathers: Communicators of the ranks that share a bucket, each with a section of it; None: a section is the
-        whole bucket.
+    reduce_scatter_comm, all_gather_comm: of the ranks that share a bucket, each with a section of it; None: a section
+        is the whole bucket.
     is_over_network: more than one node exchanges.
 
     Raises ConfigurationError on every rank where the nodes do not fit.
@@ -55,11 +55,11 @@ class Ranks:
         self.compresses = exchanges and compressor.phases > 0
         pooled = [communicator_pool.take(exchanging) for _ in range(compressor.phases if self.compresses else 0)]
         self.exchange = Exchange([each.comm for each in pooled])
-        self.scatters: Communicator | None = None
-        self.gathers: Communicator | None = None
+        self.reduce_scatter_comm: Communicator | None = None
+        self.all_gather_comm: Communicator | None = None
         if self.compresses and inside is not None and inside.size > 1:
             of_node = [communicator_pool.take(inside) for _ in range(2)]
-            self.scatters, self.gathers = (each.comm for each in of_node)
+            self.reduce_scatter_comm, self.all_gather_comm = (each.comm for each in of_node)
             pooled += of_node
         for each in pooled:
             weakref.finalize(self, each.give_back).atexit = False

@@ -50,7 +50,7 @@ class SectionLayout:
     local_rank: among the ranks inside.
     pieces: (start, stop) in the section, one for each peer.
     needs_all: every peer needs the mean of the whole section.
-    gathers: every rank inside needs the whole bucket.
+    gathers_whole: every rank inside needs the whole bucket.
     """
 
     elements: int
@@ -58,7 +58,7 @@ class SectionLayout:
     local_rank: int
     pieces: tuple[tuple[int, int], ...]
     needs_all: bool
-    gathers: bool
+    gathers_whole: bool
 
     @property
     def size(self) -> int:
@@ -89,7 +89,7 @@ def by_pieces(elements: int, shard: int | None, inside: tuple[int, int], peers: 
     )
     own = [block.counts[local_rank] for block in blocks]
     return SectionLayout(
-        elements, blocks, local_rank, _runs(own), needs_all=shard is None, gathers=shard is None and local > 1
+        elements, blocks, local_rank, _runs(own), needs_all=shard is None, gathers_whole=shard is None and local > 1
     )
 
 
@@ -97,7 +97,7 @@ def of_replicas(elements: int, shard: int, inside: tuple[int, int], peers: int) 
     """The layout of hybrid sharding: a section is a rank's shard, which all peers hold."""
     local_rank, local = inside
     blocks = (Block(0, (shard,) * local),)
-    return SectionLayout(elements, blocks, local_rank, pieces_of(shard, peers), needs_all=True, gathers=False)
+    return SectionLayout(elements, blocks, local_rank, pieces_of(shard, peers), needs_all=True, gathers_whole=False)
 
 
 def of_whole_parameters(elements: int, starts: Sequence[int], inside: tuple[int, int], peers: int) -> SectionLayout:
@@ -113,7 +113,7 @@ def of_whole_parameters(elements: int, starts: Sequence[int], inside: tuple[int,
     edges.append(elements)
     blocks = (Block(0, tuple(stop - start for start, stop in pairwise(edges))),)
     own = blocks[0].counts[local_rank]
-    return SectionLayout(elements, blocks, local_rank, pieces_of(own, peers), needs_all=True, gathers=local > 1)
+    return SectionLayout(elements, blocks, local_rank, pieces_of(own, peers), needs_all=True, gathers_whole=local > 1)
 
 
 def _blocks_of(elements: int, ranks: int) -> int:

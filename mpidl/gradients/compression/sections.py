@@ -21,8 +21,9 @@ import torch
 from collectives import Communicator
 
 from ...comm_hooks import GradBucket
+from .bucket_section import BucketSection
 from .ranks import Method
-from .remainders import BucketSection, Made, Rows, gathered, of_means, own_part, take_over
+from .remainders import Made, Rows, gathered, of_means, own_part, take_over
 from .section_layout import SectionLayout, by_pieces, of_replicas, of_whole_parameters
 from .undo import Window
 
@@ -128,7 +129,8 @@ class Sections:
 
     def _layout(self, elements: int, needed: slice, starts: Sequence[int]) -> SectionLayout:
         ranks = self.method.ranks
-        split = (0, 1) if ranks.scatters is None else (ranks.scatters.rank, ranks.scatters.size)
+        inside = ranks.reduce_scatter_comm
+        split = (0, 1) if inside is None else (inside.rank, inside.size)
         if self.method.compressor.needs_whole:
             return of_whole_parameters(elements, starts, split, ranks.peers)
         shard = None if needed == slice(0, elements) else needed.stop - needed.start

@@ -28,7 +28,7 @@ def load_safetensors(
     if files.tensors.issuperset(names.values()):
         parts.guard.put_back()
     else:
-        refuse_everywhere(parts.comm, parts.guard.damage(inside=True))
+        refuse_everywhere(parts.comm, parts.guard.weight_problem(inside=True))
         if parts.whole.is_open:
             with gathered(parts, None, True, from_rank=None):
                 pass  # what blocks around this have changed is in the shards then

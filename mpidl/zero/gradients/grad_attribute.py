@@ -165,12 +165,12 @@ class GradAttributes:
         self._norms.clear()  # a step may change gradients too
         return told
 
-    def problem(self) -> str | None:
+    def step_problem(self) -> str | None:
         """The reason why no step can be taken on this rank's gradients."""
         cut = next(iter(self._reached()), None) if self._pass_is_open else None
         return None if cut is None else f"{cut[1].name}: {self._of_open_pass()}"
 
-    def foreign(self) -> str | None:
+    def foreign_problem(self) -> str | None:
         """The `.grad` that was set otherwise than by a backward pass."""
         self.update()
         with torch._C.DisableTorchFunctionSubclass():

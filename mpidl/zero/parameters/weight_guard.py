@@ -91,10 +91,10 @@ class WeightGuard:
 
     # ---- what was done to the weights -------------------------------------------------------------------------------
 
-    def problem(self, slices: Collection[torch.nn.Parameter]) -> str | None:
+    def step_problem(self, slices: Collection[torch.nn.Parameter]) -> str | None:
         """Tells why no step can be taken on this rank, None if one can. slices: the parameters that are in groups."""
         if self.replaced:
-            return self.inside("step")
+            return self.block_problem("step")
         forbidden = self._parameters.step_problem()
         if forbidden is not None:
             return forbidden
@@ -109,15 +109,15 @@ class WeightGuard:
             unfrozen = [self._names[p] for p in self._model.parameters() if p.requires_grad and p not in slices]
             listed = ", ".join(unfrozen[:5])
             return f"{listed}: unfrozen since construction; add it by add_param_group, or freeze it again"
-        return self.damage()
+        return self.weight_problem()
 
-    def inside(self, what: str) -> str | None:
+    def block_problem(self, what: str) -> str | None:
         """Tells why `what` is not possible now, None if it is."""
         if self.replaced:
             return f"{what}: inside `with ema.averaged():` the weights are averages"
         return f"{what}: inside `with optimizer.gathered(...):` the parameters are copies" if self._writable else None
 
-    def damage(self, *, inside: bool = False) -> str | None:
+    def weight_problem(self, *, inside: bool = False) -> str | None:
         """Tells what is wrong with the weights of this rank, None if nothing is. inside: allow a block's writes."""
         return self._moved() or self._described([p for p in self._written() if not (inside and self._may_write(p))])
 

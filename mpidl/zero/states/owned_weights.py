@@ -83,7 +83,7 @@ class OwnedWeights:
         Raises TrainingError on every rank inside a writable `gathered`, and for weights that were changed otherwise
         than by a step, `gathered` or loading, before the block or in it; they are as they were then.
         """
-        refuse_everywhere(self.comm, self._guard.inside("averaged") or self._guard.damage())
+        refuse_everywhere(self.comm, self._guard.block_problem("averaged") or self._guard.weight_problem())
         kept: Tensors = {}
         try:
             with self._owned.written(), torch.no_grad():
@@ -97,7 +97,7 @@ class OwnedWeights:
         finally:
             self._guard.replaced = False
             self._parameters.drain()
-            problems = all_gather_object(self.comm, self._guard.damage())
+            problems = all_gather_object(self.comm, self._guard.weight_problem())
             with self._owned.written(), torch.no_grad():
                 now = self.values()
                 for name, before in kept.items():

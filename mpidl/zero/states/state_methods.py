@@ -48,7 +48,7 @@ def model_state(parts: Parts, masters: bool) -> dict[str, Any]:
     masters: in fp32 where there are any.
     """
     flush(parts)
-    refuse_everywhere(parts.comm, parts.guard.damage())
+    refuse_everywhere(parts.comm, parts.guard.weight_problem())
     parts.inner.refuse_unlike_weights()
     slices = parts.slices if masters else {}
     own = state.gather_model(parts.shard_group, parts.model, parts.names, parts.parameters, slices)

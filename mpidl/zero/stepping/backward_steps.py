@@ -95,7 +95,7 @@ class BackwardSteps:
         """
         self._is_open, self._foreign = False, foreign
 
-    def take_foreign(self) -> str | None:
+    def take_foreign_problem(self) -> str | None:
         """Returns what `close` was given, once."""
         foreign, self._foreign = self._foreign, None
         return foreign

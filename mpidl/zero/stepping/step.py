@@ -53,7 +53,7 @@ def make_step(
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    foreign = parts.grad_attributes.foreign()
+    foreign = parts.grad_attributes.foreign_problem()
     if parts.backward_steps is not None:
         parts.reduced_gradients.refuse_unreduced()
         parts.backward_steps.close(foreign)
@@ -61,7 +61,7 @@ def make_step(
         if broadcasts_buffers:
             broadcast_states(parts.comm, buffers_in(parts.model))
         return loss
-    problem = parts.guard.problem(parts.slices) or foreign or parts.grad_attributes.problem()
+    problem = parts.guard.step_problem(parts.slices) or foreign or parts.grad_attributes.step_problem()
     parts.parameters.release()
     _hand_settings_on(parts, outer)
     reached = _attach_gradients(parts, outer, problem)
@@ -81,7 +81,7 @@ def make_step(
 def before_backward_steps(parts: Parts, outer: torch.optim.Optimizer) -> None:
     """Checks, as a step does, that a backward pass may change the parameters, and prepares them for it. Collective."""
     assert parts.backward_steps is not None
-    problem = parts.guard.problem(parts.slices) or parts.backward_steps.take_foreign()
+    problem = parts.guard.step_problem(parts.slices) or parts.backward_steps.take_foreign_problem()
     parts.parameters.wait_for_gathers()
     _hand_settings_on(parts, outer)
     _agreed(parts, problem, [], settings_of(outer.param_groups, outer.defaults))
