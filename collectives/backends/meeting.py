@@ -269,6 +269,11 @@ class Meeting:
         """The address of each rank's array in its own memory."""
         return [row[_ADDRESSES + outputs] for row in self._table]
 
+    def output(self, rank: int) -> tuple[int, int]:
+        """The number of the allocation that a rank's output lies in, 0 for none, and its place there."""
+        number, place = self._table[rank][_OUT : _OUT + 2]
+        return number, place
+
     def leaving(self, rank: int, peer: int) -> int:
         """The offset in rank's input of the elements for the peer."""
         return self._range(rank, 0, peer)

@@ -83,7 +83,7 @@ DEFAULTS: Mapping[tuple[str, bool], Tables] = {
         "all_gather": ((ALWAYS, "symmetric"),),
         "all_to_all": _between(128 << 10, 2 << 20),
         "broadcast": _between(64 << 10, 2 << 20),
-        "gather": _between(32 << 10, ALWAYS),
+        "gather": _between(32 << 10, 1 << 20),
         "scatter": _between(128 << 10, 2 << 20),
     },
     ("MPICH 5", True): {
@@ -99,7 +99,7 @@ DEFAULTS: Mapping[tuple[str, bool], Tables] = {
         "all_gather": _between(64 << 10, 2 << 20),
         "all_to_all": _between(64 << 10, 2 << 20),
         "broadcast": _between(64 << 10, 2 << 20),
-        "gather": _between(64 << 10, ALWAYS),
+        "gather": ((ALWAYS, "symmetric"),),
         "scatter": _between(64 << 10, 2 << 20),
     },
     ("Open MPI 5", True): {
@@ -107,7 +107,7 @@ DEFAULTS: Mapping[tuple[str, bool], Tables] = {
         "all_gather": ((ALWAYS, "symmetric"),),
         "all_to_all": _between(512 << 10, ALWAYS),
         "broadcast": ((ALWAYS, "symmetric"),),
-        "gather": _between(2 << 20, ALWAYS),
+        "gather": _between(1 << 20, 2 << 20),
         "scatter": ((ALWAYS, "symmetric"),),
     },
     ("Intel MPI 2021", False): {

@@ -169,6 +169,11 @@ class Allocator:
         part = memory.stride or len(memory)
         return (memory, start) if start >= 0 and start + nbytes <= part else None
 
+    def numbered(self, number: int) -> SharedMemory | None:
+        """The allocation of that number, if this rank maps it."""
+        found = (memory() for _, memory in self._live)
+        return next((memory for memory in found if memory is not None and memory.number == number), None)
+
     def _map(
         self, directory: str, part: int, wanted: int, *, shared: bool, reserved: bool, keep_file: bool
     ) -> SharedMemory:

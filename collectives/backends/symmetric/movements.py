@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from ...base.buffers import Buffer
+from ...base.buffers import Buffer, unowned
 from ...base.partition import Splits
 from ...base.reduction import Call
+from ...memory.shared_memory import SharedMemory
 from ..meeting import Entry, Meeting, Ranges
 from .group import Group, entry_of, starts_of
 from .operation import Movement, Operation
@@ -19,6 +21,7 @@ from .staging import Stages
 
 Array = np.ndarray[Any, Any]
 _NOTHING = (0, 0)
+_READ = 1 << 20  # bytes of a gather of symmetric arrays up to which the root reads them, and has them in its cache then
 
 
 class Movements(Group):
@@ -43,7 +46,7 @@ class Movements(Group):
         return self._move(entry_of("broadcast", x, root=root, elements=x.size), x, x, movement)
 
     def gather(self, out: Buffer | None, x: Buffer, root: int, counts: Sequence[int]) -> Operation:
-        """The root reads all others' x."""
+        """The others write their x to the root's out, all at once; the root reads small ones."""
         leaving = [(0, x.size) if peer == root else _NOTHING for peer in range(self.ranks)]
         arriving = [_NOTHING] * self.ranks if out is None else _ranges(counts)
         return self._move(entry_of("gather", x, root=root), out, x, Movement(leaving, arriving, 1))
@@ -76,6 +79,12 @@ class Movements(Group):
                 stages.chunks = -(-largest // self._share(entry, some, movement))
                 staged: Call = (staging.run, (stages, some.dtype, meeting.filled))
                 return [*own(), staged]
+            if self._gives(meeting, entry, nbytes):
+                calls = own()
+                for peer, (low, high) in self._others(movement.leaving):
+                    assert x is not None
+                    calls.append(self._given(meeting, peer, x.flat[low:high]))
+                return [*calls, self._barrier]
             if meeting.pull and meeting.push and self.processor.leader is not None:
                 assert x is not None
                 assert out is not None
@@ -107,6 +116,34 @@ class Movements(Group):
             return [*calls, self._barrier]
 
         return Operation(self, entry, x, out, stages, program, movement)
+
+    def _gives(self, meeting: Meeting, entry: Entry, nbytes: int) -> bool:
+        """Returns whether ranks write to the output of others: in a large gather, so that not the root alone copies."""
+        may = self._peers is not None and self.processor.leader is None and entry.operation == "gather"
+        return may and (not meeting.pull or nbytes > _READ)
+
+    def _given(self, meeting: Meeting, taker: int, source: Array) -> Call:
+        """The call that writes what this rank has for the taker: in its program where it maps that memory, as then."""
+        assert self._peers is not None
+        offset = meeting.arriving(taker, self.rank) * source.itemsize
+        by_kernel = self._peers.write(taker, meeting.addresses(outputs=True)[taker] + offset, source)
+        number, place = meeting.output(taker)
+        memory = self._allocator.numbered(number)
+        if memory is None:
+            return by_kernel
+        target = unowned(memory.address + memory.offset(taker) + place + offset, source.size, source.dtype)
+        return self._copy_while_mapped, (weakref.ref(memory), target, source, by_kernel)
+
+    def _copy_while_mapped(
+        self, memory: weakref.ref[SharedMemory], target: Array, source: Array, otherwise: Call
+    ) -> None:
+        """target = source. memory: that of the target, which this rank may have freed, though its owner has not."""
+        kept = memory()
+        if kept is not None:
+            self.processor.copy(target, source)
+        else:
+            function, arguments = otherwise
+            function(*arguments)
 
     def _all_moves(self, meeting: Meeting, x: Buffer, out: Buffer) -> Program:
         """The leader copies for every rank; the others do nothing."""

@@ -110,6 +110,46 @@ def test_movements_of_symmetric_arrays(node: Communicator, memory: str) -> None:
         assert torch.equal(x, inputs[-1]), ("broadcast", dtype, size)
 
 
+@pytest.mark.parametrize("memory", ["symmetric", "out only", "x only", "private"])
+def test_large_gathers_with_uneven_parts_at_any_root(node: Communicator, memory: str) -> None:
+    counts = [400_000 + 70_001 * rank for rank in range(node.size)]
+    inputs = [values(count, r, "float32") for r, count in enumerate(counts)]
+    whole, own = torch.cat(inputs), inputs[node.rank]
+    x = symmetric(node, own) if memory in ("symmetric", "x only") else own.clone()
+    out = symmetric(node, torch.zeros_like(whole)) if memory in ("symmetric", "out only") else torch.zeros_like(whole)
+    for root in range(node.size):
+        for again in range(2):
+            x.copy_(own + again)
+            out.zero_()
+            node.gather(out if node.rank == root else None, x, root, counts, algorithm="symmetric")
+            expected = whole + again if node.rank == root else torch.zeros_like(whole)
+            assert torch.equal(out, expected), (memory, root, again)
+            assert torch.equal(x, own + again)
+        if node.rank == root:
+            node.gather(out, part_of(out, counts, root), root, counts, algorithm="symmetric")
+            assert torch.equal(out, whole + 1), "in place"
+        else:
+            node.gather(None, x, root, counts, algorithm="symmetric")
+
+
+def test_a_gather_reaches_an_output_that_other_ranks_have_freed(node: Communicator) -> None:
+    size = 600_000
+    x = torch.full((size,), 1.0 + node.rank)
+    expected = torch.arange(1.0, node.size + 1).repeat_interleave(size)
+    out: torch.Tensor | None = node.empty(node.size * size, torch.float32)
+    assert out is not None
+    for freed in (False, True):
+        if freed and node.rank > 0:
+            out = None
+            gc.collect()
+        if out is not None:
+            out.zero_()
+        node.gather(out if node.rank == 0 else None, x, 0, algorithm="symmetric")
+        if node.rank == 0:
+            assert out is not None
+            assert torch.equal(out, expected), freed
+
+
 def test_a_slice_that_lies_in_the_shared_output_needs_no_copy(node: Communicator) -> None:
     counts = [10 * rank + 3 for rank in range(node.size)]
     out = node.shared(sum(counts), np.float64)
