@@ -83,7 +83,7 @@ DEFAULTS: Mapping[tuple[str, bool], Tables] = {
         "all_gather": ((ALWAYS, "symmetric"),),
         "all_to_all": _between(128 << 10, 2 << 20),
         "broadcast": _between(64 << 10, 2 << 20),
-        "gather": _between(32 << 10, 1 << 20),
+        "gather": _between(32 << 10, 128 << 10),
         "scatter": _between(128 << 10, 2 << 20),
     },
     ("MPICH 5", True): {
@@ -115,7 +115,7 @@ DEFAULTS: Mapping[tuple[str, bool], Tables] = {
         "all_gather": _between(64 << 10, ALWAYS),
         "all_to_all": _between(32 << 10, ALWAYS),
         "broadcast": _between(16 << 10, ALWAYS),
-        "gather": _between(16 << 10, ALWAYS),
+        "gather": _between(16 << 10, 2 << 20),
         "scatter": _between(64 << 10, 2 << 20),
     },
     ("Intel MPI 2021", True): {
