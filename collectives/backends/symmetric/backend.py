@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # at run time with the first reduction of parts
 _WHOLE, _WHOLE_TOGETHER = 64 << 10, 256 << 10
 _CHUNK, _SMALLER_CHUNK, _FEW_RANKS = 1 << 20, 512 << 10, 8
 _REDUCED = 512 << 10  # all_reduce and reduce of ranks with a core each
-_EXCHANGED = 256 << 10  # all_to_all, whose copies the scratch doubles
+_EXCHANGED = 256 << 10  # all_to_all and gather, whose copies the scratch doubles
 _CROWDED = 16 << 10  # symmetric arrays, of ranks that share cores: to meet costs them more than the copies
 
 

@@ -31,8 +31,8 @@ class StagedSizes:
 
     symmetric: on symmetric arrays.
     private: on arrays that the kernel could copy.
-    reduced, exchanged: the same of all_reduce and reduce, whose results go through the scratch too, and of all_to_all,
-        in which each byte is for one rank.
+    reduced, exchanged: the same of all_reduce and reduce, whose results go through the scratch too, and of all_to_all
+        and gather, in which each byte is for one rank.
     whole: of reductions of which each rank reduces all, if they are staged.
     """
 
@@ -91,7 +91,7 @@ class Group:
         if operation in ("all_reduce", "reduce"):
             limit = sizes.reduced
         else:
-            limit = sizes.exchanged if operation == "all_to_all" else sizes.private
+            limit = sizes.exchanged if operation in ("all_to_all", "gather") else sizes.private
         return self._peers is None or nbytes <= limit
 
     def stages(self, meeting: Meeting, entry: Entry, nbytes: int) -> bool:
