@@ -120,6 +120,7 @@ DEFAULTS: Mapping[tuple[str, bool], Tables] = {
     },
     ("Intel MPI 2021", True): {
         **_REDUCED_IN_MEMORY,
+        "reduce_scatter": _between(512 << 10, 4 << 20),
         "all_gather": _between(512 << 10, ALWAYS),
         "all_to_all": _between(512 << 10, ALWAYS),
         "broadcast": _between(2 << 20, ALWAYS),
