@@ -22,6 +22,7 @@ import select
 import signal
 import time
 from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
 
 from collectives.diagnostics import Position, Witness, listing
 
@@ -30,6 +31,7 @@ from ..job.signals import STOPPED
 Group = Mapping[int, Position]
 
 TOGETHER = 1.0  # seconds: a process that ends longer before another has nothing to do with it
+UNHEEDED = 10.0  # seconds after a signal has ended a rank in which its launcher should end the job
 _FAILED = re.compile(r"mpidl: rank (\d+) of \d+(, in [^\n]*?)? ends the job: (.*)")
 _WAITED = re.compile(r"mpidl: rank \d+ of \d+ has waited \d+ s in (.*)")
 _REASONS = {  # of the watchdog, the plainest first, and how each is told
@@ -82,6 +84,19 @@ class Report:
         for number, _ in self._ready.poll(0) if self._watched and self._ready is not None else ():
             self._ended[self._watched.pop(number)] = time.monotonic()
             os.close(number)
+
+    def unheeded(self) -> tuple[int, str] | None:
+        """Tells of a rank that a signal ended a while ago while its launcher goes on: the exit status, and a line.
+
+        Intel MPI's launcher does so where a rank ends before it has initialised MPI, for which the others wait.
+        """
+        until = time.monotonic() - UNHEEDED
+        for process, ended in self._ended.items():
+            number = _signal_of_zombie(process) if ended < until and process in self.ranks else 0
+            if number:
+                told = f"rank {self.ranks[process]} was ended by {_name(number)}, and its launcher did not end the job"
+                return 128 + number, told
+        return None
 
     def close(self) -> None:
         """Looks a last time and closes the descriptors; the facts stay."""
@@ -210,6 +225,15 @@ class Report:
             rank = first
         told = f"rank {rank} on {node} was ended by {_name(number)}"
         return ": ".join(filter(None, [told, self.last_seen(rank)]))
+
+
+def _signal_of_zombie(process: int) -> int:
+    """The signal that has ended a process for which its parent has not waited yet; 0 of any other process."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[-1]) & 0x7F if fields[0] == "Z" else 0
 
 
 def status_of(returned: int) -> int:

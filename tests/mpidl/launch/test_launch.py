@@ -227,6 +227,20 @@ def test_what_a_job_leaves_is_ended_and_removed_and_nothing_else(tmp_path: Path,
         stranger.wait()
 
 
+def test_a_job_ends_whose_launcher_takes_no_notice_of_a_killed_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Intel MPI's takes none of one that is killed before it has initialised MPI."""
+    monkeypatch.setattr("mpidl.launch.report.UNHEEDED", 0.3)
+    program = (
+        "import os, subprocess, time; "
+        "ranks = [subprocess.Popen(['sleep', '60'], env={**os.environ, 'PMI_RANK': str(rank)}) for rank in range(2)]; "
+        "time.sleep(0.5); ranks[1].kill(); time.sleep(60)"
+    )
+    supervisor = Supervisor(RestartPlan([sys.executable, "-c", program], backoff=0, max_restarts=0))
+    assert supervisor.run() == 137
+    assert supervisor.runs[0].seconds < 30
+    assert supervisor.runs[0].cause == ("status 137: rank 1 was ended by SIGKILL, and its launcher did not end the job")
+
+
 def test_a_signal_reaches_the_launcher_that_a_script_has_started(tmp_path: Path) -> None:
     """And not the shell, which would end by it and leave the launcher alone."""
     mpirun = tmp_path / "mpirun"
