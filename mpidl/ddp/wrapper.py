@@ -411,6 +411,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             raise ConfigurationConflict(
                 f"join: got a hook with {name}, which needs all ranks in every step; give every rank as many batches"
             )
+        if self._compression is not None and self._compression.undo:
+            raise ConfigurationConflict(
+                "join: got compress with undo=True, and a rank without batches does not know which steps the others "
+                "skip; leave undo= out, or give every rank as many batches"
+            )
         if self._reducer is None:
             self._set_up()
         assert self._reducer is not None

@@ -228,7 +228,7 @@ def test_what_a_job_leaves_is_ended_and_removed_and_nothing_else(tmp_path: Path,
 
 
 def test_a_job_ends_whose_launcher_takes_no_notice_of_a_killed_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Intel MPI's takes none of one that is killed before it has initialised MPI."""
+    """Intel MPI's launcher takes none of one that is killed before it has initialised MPI."""
     monkeypatch.setattr("mpidl.launch.report.UNHEEDED", 0.3)
     program = (
         "import os, subprocess, time; "

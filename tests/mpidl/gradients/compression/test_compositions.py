@@ -168,6 +168,13 @@ def test_ranks_with_fewer_batches_join(comm: Communicator) -> None:
     torch.testing.assert_close(weights(FEEDING_BACK), weights(None), rtol=0.05, atol=5e-3)
 
 
+def test_a_join_refuses_to_undo_steps(comm: Communicator) -> None:
+    how = mpidl.Compression("int8", where="everywhere", undo=True)
+    wrapped = mpidl.DistributedDataParallel(fresh(MODELS["gpt2"]), process_group=comm, compress=how)
+    with pytest.raises(mpidl.ConfigurationError, match="join: got compress with undo=True"):
+        wrapped.join().__enter__()
+
+
 @pytest.mark.parametrize("by", ["deepcopy", "pickle"])
 def test_a_copy_compresses_by_itself(comm: Communicator, by: str) -> None:
     wrapped = mpidl.DistributedDataParallel(fresh(MODELS["gpt2"]), process_group=comm, compress=FEEDING_BACK)
