@@ -102,6 +102,11 @@ class BucketMeans:
         if (compressed := self._compressed()) is not None:
             compressed.begin_shadow_pass()
 
+    def end_shadow_pass(self) -> None:
+        """Tells the hook of `compress=` that such a pass has ended."""
+        if (compressed := self._compressed()) is not None:
+            compressed.end_shadow_pass()
+
     def miss(self, parameter: torch.nn.Parameter) -> None:
         """Tells the hook of `compress=` that this rank's pass does not reach a parameter."""
         if (compressed := self._compressed()) is not None:

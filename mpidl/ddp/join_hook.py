@@ -23,10 +23,17 @@ class WrapperJoinHook(JoinHook):
     """
 
     def __init__(
-        self, reducer: Reducer, take_over: Callable[[int], None], *, synchronised_norms: bool, divide_by_active: bool
+        self,
+        reducer: Reducer,
+        take_over: Callable[[int], None],
+        *,
+        synchronised_norms: bool,
+        undoes_by_itself: bool,
+        divide_by_active: bool,
     ) -> None:
         self._reducer, self._take_over = reducer, take_over
         self._synchronised_norms, self._divide_by_active = synchronised_norms, divide_by_active
+        self._undoes_by_itself = undoes_by_itself
 
     @property
     def mean_correction(self) -> float:
@@ -39,6 +46,11 @@ class WrapperJoinHook(JoinHook):
         if self._synchronised_norms and not self.turns.throw:
             raise ConfigurationError(
                 "join: SyncBatchNorm needs all ranks in every forward pass; set throw_on_early_termination=True"
+            )
+        if self._undoes_by_itself and not self.turns.throw:
+            raise ConfigurationError(
+                "join: got compress with undo=True, and a rank without batches does not know which steps the others "
+                "skip; leave undo= out, or set throw_on_early_termination=True"
             )
         self._reducer.join.joining = self
 

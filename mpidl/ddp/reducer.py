@@ -232,6 +232,7 @@ class Reducer:
         """Ends the shadow pass; this rank's gradients are again those of before."""
         try:
             self.queue.finish()
+            self.means.end_shadow_pass()
         finally:
             self.queue.reset()
             self.join.end_shadow()

@@ -411,11 +411,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             raise ConfigurationConflict(
                 f"join: got a hook with {name}, which needs all ranks in every step; give every rank as many batches"
             )
-        if self._compression is not None and self._compression.undo:
-            raise ConfigurationConflict(
-                "join: got compress with undo=True, and a rank without batches does not know which steps the others "
-                "skip; leave undo= out, or give every rank as many batches"
-            )
         if self._reducer is None:
             self._set_up()
         assert self._reducer is not None
@@ -423,6 +418,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self._reducer,
             lambda root: self._states.broadcast(self.process_group, root, self.forward_sync_buffers),
             synchronised_norms=any(isinstance(m, SyncBatchNorm) for m in self.module.modules()),
+            undoes_by_itself=self._hook is not None and getattr(self._hook[1], "undoes_by_itself", False),
             divide_by_active=not kwargs.get("divide_by_initial_world_size", True),
         )
 

@@ -241,8 +241,16 @@ class CompressedReduction:
 
     def begin_shadow_pass(self) -> None:
         """Begins a pass of a rank that has no batches left, and so makes no steps, while others do."""
-        if self.compressor.momentum:
-            self._window.end(stepped=False)
+        self._window.end(stepped=False)
+
+    def end_shadow_pass(self) -> None:
+        """Ends such a pass, which no skipped step undoes."""
+        self._window.end(stepped=False)
+
+    @property
+    def undoes_by_itself(self) -> bool:
+        """Returns whether a pass whose gradients are gone without a step is undone, though nobody tells of a skip."""
+        return bool(self.settings.undo) and not self.chooses_none
 
     def announce_skips(self) -> None:
         """Keeps from now on what undoes a step, as some may be skipped. On every rank."""

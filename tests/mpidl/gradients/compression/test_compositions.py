@@ -173,6 +173,34 @@ def test_a_join_refuses_to_undo_steps(comm: Communicator) -> None:
     wrapped = mpidl.DistributedDataParallel(fresh(MODELS["gpt2"]), process_group=comm, compress=how)
     with pytest.raises(mpidl.ConfigurationError, match="join: got compress with undo=True"):
         wrapped.join().__enter__()
+    with wrapped.join(throw_on_early_termination=True):
+        pass
+
+
+def test_a_step_that_is_skipped_after_a_join_undoes_one_pass_on_every_rank(comm: Communicator) -> None:
+    how = mpidl.Compression("powersgd:1", where="everywhere", start_step=0)
+    wrapped = mpidl.DistributedDataParallel(fresh(MODELS["gpt2"]), process_group=comm, compress=how)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
+    compressed = wrapped.compressed
+    assert compressed is not None
+    compressed.announce_skips()
+
+    def pass_of(step: int) -> None:
+        x, y = (part.chunk(comm.size)[comm.rank] for part in sequences(step, 0))
+        wrapped(x, y).backward()
+
+    with wrapped.join():
+        for step in range(1 + comm.rank):
+            pass_of(step)
+            optimizer.step()
+            optimizer.zero_grad()
+    steps, before = compressed.steps, compressed.state_dict()
+    pass_of(9)
+    compressed.undo()
+    after = compressed.state_dict()
+    assert compressed.steps == steps
+    for name, mean in before["remainders"].items():
+        assert torch.equal(after["remainders"][name], mean), name
 
 
 @pytest.mark.parametrize("by", ["deepcopy", "pickle"])
