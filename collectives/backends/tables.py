@@ -83,7 +83,7 @@ DEFAULTS: Mapping[tuple[str, bool], Tables] = {
         "all_gather": ((ALWAYS, "symmetric"),),
         "all_to_all": _between(128 << 10, 2 << 20),
         "broadcast": _between(64 << 10, 2 << 20),
-        "gather": _between(32 << 10, 128 << 10),
+        "gather": _between(32 << 10, 256 << 10),
         "scatter": _between(128 << 10, 2 << 20),
     },
     ("MPICH 5", True): {
@@ -120,7 +120,7 @@ DEFAULTS: Mapping[tuple[str, bool], Tables] = {
     },
     ("Intel MPI 2021", True): {
         **_REDUCED_IN_MEMORY,
-        "reduce_scatter": _between(512 << 10, 4 << 20),
+        "reduce_scatter": _between(512 << 10, 2 << 20),
         "all_gather": _between(512 << 10, ALWAYS),
         "all_to_all": _between(512 << 10, ALWAYS),
         "broadcast": _between(2 << 20, ALWAYS),

@@ -21,6 +21,7 @@ import re
 import select
 import signal
 import time
+from collections import deque
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
@@ -67,6 +68,8 @@ class Report:
         self._ready = select.epoll() if self._open and hasattr(select, "epoll") else None
         self._watched: dict[int, int] = {}  # process ids by descriptors
         self._ended: dict[int, float] = {}  # in their order, with the time by which they had ended
+        self._unlooked: deque[tuple[int, float]] = deque()  # those of them that `unheeded` has not looked at
+        self._unheeded = ""  # what it has found
 
     def watch(self, process: int) -> None:
         """Waits for the end of a process from now on."""
@@ -82,21 +85,40 @@ class Report:
             self._witness.look()
             self.processes = self._witness.processes
         for number, _ in self._ready.poll(0) if self._watched and self._ready is not None else ():
-            self._ended[self._watched.pop(number)] = time.monotonic()
+            process, now = self._watched.pop(number), time.monotonic()
+            self._ended[process] = now
+            self._unlooked.append((process, now))
             os.close(number)
 
-    def unheeded(self) -> tuple[int, str] | None:
-        """Tells of a rank that a signal ended a while ago while its launcher goes on: the exit status, and a line.
+    def unheeded(self) -> int | None:
+        """Returns the job's exit status where its launcher goes on though a signal has ended a rank a while ago.
 
-        Intel MPI's launcher does so where a rank ends before it has initialised MPI, for which the others wait.
+        Intel MPI's launcher does so where the rank has not initialised MPI yet, for which the others wait. Only ranks
+        on this machine are seen, with Linux; each is looked at once. `cause` tells of it.
         """
         until = time.monotonic() - UNHEEDED
-        for process, ended in self._ended.items():
-            number = _signal_of_zombie(process) if ended < until and process in self.ranks else 0
+        while self._unlooked and self._unlooked[0][1] < until:
+            process, _ = self._unlooked.popleft()
+            number = self._signal_of_lost(process)
             if number:
-                told = f"rank {self.ranks[process]} was ended by {_name(number)}, and its launcher did not end the job"
-                return 128 + number, told
+                told = f"rank {self.ranks[process]} was ended by {_name(number)}"
+                self._unheeded = f"{told} before it had initialised MPI, and its launcher did not end the job"
+                return 128 + number
         return None
+
+    def _signal_of_lost(self, process: int) -> int:
+        """The signal that ended a rank which had not initialised MPI and which its launcher has not waited for; or 0.
+
+        A process that a rank has started bears the rank's variables too: its parent is a rank, or is gone.
+        """
+        if process not in self.ranks or self.ranks[process] in self.processes:
+            return 0
+        try:
+            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0
+        is_zombie, parent = fields[0] == "Z", int(fields[1])
+        return int(fields[-1]) & 0x7F if is_zombie and parent > 1 and parent not in self.ranks else 0
 
     def close(self) -> None:
         """Looks a last time and closes the descriptors; the facts stay."""
@@ -158,7 +180,7 @@ class Report:
         said = _said_by_a_rank(lines)
         gone = _GONE.search(said)
         said = (gone and self._end_of(int(gone[1]), lines)) or said
-        said = said or _said_by_the_watchdog(lines) or self._said_by_the_launcher(lines)
+        said = self._unheeded or said or _said_by_the_watchdog(lines) or self._said_by_the_launcher(lines)
         said = said or ": ".join(filter(None, [_meaning(status), _said_by_all(status, lines)]))
         if killed_for_memory:
             said += "; the kernel has killed a process because memory ran out"
@@ -225,15 +247,6 @@ class Report:
             rank = first
         told = f"rank {rank} on {node} was ended by {_name(number)}"
         return ": ".join(filter(None, [told, self.last_seen(rank)]))
-
-
-def _signal_of_zombie(process: int) -> int:
-    """The signal that has ended a process for which its parent has not waited yet; 0 of any other process."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return int(fields[-1]) & 0x7F if fields[0] == "Z" else 0
 
 
 def status_of(returned: int) -> int:

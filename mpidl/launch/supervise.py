@@ -128,7 +128,7 @@ class Supervisor:
             self._job = job = Job(command, run.began_at if progress else None)
         except OSError as error:
             raise UsageError(f"{command[0]}: cannot be started: {error.strerror}") from None
-        unheeded: tuple[int, str] | None = None
+        unheeded: int | None = None
         try:
             if self._asked is not None:  # while the job was being started
                 self._ask(job, self._asked)
@@ -140,14 +140,11 @@ class Supervisor:
             self._job = None
             run.left_behind = job.end()
             self._clean()
-        if unheeded is not None:
-            run.status, told = unheeded
-            run.cause = f"status {run.status}: {told}"
-        else:
-            run.status = status_of(128 + signal.SIGINT if returned is None else returned)
-            run.cause = job.cause(run.status) if run.status else ""
+        run.status = unheeded or status_of(128 + signal.SIGINT if returned is None else returned)
         run.seconds = time.monotonic() - begin
         run.came_to, run.number = self._newest()
+        if run.status:
+            run.cause = job.cause(run.status)
         if run.left_behind:
             self._say(f"ended and removed what the job had left: {', '.join(run.left_behind)}")
         self.runs.append(run)

@@ -8,7 +8,7 @@ others (`Meetings.publish`). Then all of them see the same rows, and take the sa
     direct    any arrays: the kernel copies from and to the peers' private memory, if it may (`peer_memory`)
     staged    any arrays: through a scratch of symmetric memory, in chunks that stay in the cache (`staging`)
 
-In a gather of more than a mebibyte each rank writes to the root's output, pull or direct, so that all copy at once.
+In a gather all ranks write to the root's output, direct, or also pull above a mebibyte, so that all copy at once.
 
 Where there are several ways, bytes decide (`group.StagedSizes`), and `Communicator(scratch=)`. Of n bytes on p ranks,
 in private arrays, a rank copies and adds:

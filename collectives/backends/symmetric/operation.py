@@ -73,7 +73,8 @@ class Operation(MeetsInMemory):
 
     def _fills_ahead(self) -> bool:
         """Returns whether the first chunk may go to the scratch before the ranks meet."""
-        may = self._group.may_stage(self._entry.operation, self._nbytes, symmetric=self._is_symmetric)
+        together = self._nbytes * (self._group.ranks if self._entry.operation == "gather" and self._out is None else 1)
+        may = self._group.may_stage(self._entry.operation, together, symmetric=self._is_symmetric)
         return may and (self._is_symmetric or self._otherwise is None)
 
     def _find(self) -> None:

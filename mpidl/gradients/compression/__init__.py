@@ -15,7 +15,7 @@
 
     sections            a remainder for each bucket's section, and where it goes when buckets change; read it first
     bucket_section      one section: its remainder, what was not sent, added to the next step's gradients
-    remainders          their mean, which moves into other buckets, and to other ranks
+    remainders          the mean of all ranks' remainders, which moves into other buckets, and to other ranks
     states              remainders and compressor states by parameter, as checkpoints have them
     undo                takes back what a skipped step has left
 

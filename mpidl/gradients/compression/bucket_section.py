@@ -1,4 +1,10 @@
-"""A bucket's section, as it stays from step to step: its remainder, what undoes it, and where its parameters lie."""
+"""A bucket's section, as it stays from step to step: its remainder, what undoes it, and where its parameters lie.
+
+The remainder is what compression has not sent, fp32: it is added to the next step's gradients (error feedback).
+
+Source: Seide et al. 2014, "1-Bit Stochastic Gradient Descent", section 3; Karimireddy et al. 2019, "Error Feedback
+Fixes SignSGD and other Gradient Compression Schemes".
+"""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ class CompressedReduction:
 
     @property
     def undoes_by_itself(self) -> bool:
-        """Returns whether a pass whose gradients are gone without a step is undone, though nobody tells of a skip."""
+        """Returns whether a pass whose gradients are gone without a step is undone without word of a skip."""
         return bool(self.settings.undo) and not self.chooses_none
 
     def announce_skips(self) -> None:

@@ -1,8 +1,8 @@
-"""The remainder of a section: what compression has not sent, added to the next step's gradients (error feedback).
+"""Means of remainders: what the mean of the gradients still lacks, as it moves to other buckets and ranks.
 
-On a rank it is the memory of the section's values, fp32. Summed over all ranks, and divided by the number of
-contributions, remainders are what the mean of the gradients still lacks. That mean can move: into other
-buckets, as DDP cuts them anew after its first pass, and through a checkpoint to any number of ranks.
+A remainder is what compression has not sent (`bucket_section`). Remainders, summed over all ranks and divided by the
+number of contributions, are what the mean of the gradients still lacks. That mean can move: into other buckets, as DDP
+cuts them anew after its first pass, and through a checkpoint to any number of ranks.
 
     mean remainder of a parameter  =  sum over the ranks of their elements of it / contributions, in rows of its shape
     taken over by a section        =  mean remainder * contributions / peers, on each of the peers
@@ -10,9 +10,6 @@ buckets, as DDP cuts them anew after its first pass, and through a checkpoint to
 A mean that waits for a section lies on the ranks in parts, one on each (`MeanPart`): together they hold it once.
 
 The further arrays of a compressor (`Compressor.arrays`) are rows behind the remainder, and go the same way.
-
-Source: Seide et al. 2014, "1-Bit Stochastic Gradient Descent", section 3; Karimireddy et al. 2019, "Error Feedback
-Fixes SignSGD and other Gradient Compression Schemes".
 """
 
 from __future__ import annotations

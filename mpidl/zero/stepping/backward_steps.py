@@ -51,7 +51,7 @@ class BackwardSteps:
         self._counted: set[torch.nn.Parameter] = set()
         self._stepped: list[torch.nn.Parameter] = []
         self._is_open = False  # whether a pass has stepped since the last call of `step`
-        self._foreign: str | None = None
+        self._foreign_problem: str | None = None
 
     def begin(self) -> None:
         """Begins a pass that steps."""
@@ -88,14 +88,16 @@ class BackwardSteps:
         self._guard.stepped([p for p in self._stepped if p not in self._counted])
         self._parameters.publish()
 
-    def close(self, foreign: str | None) -> None:
-        """Notes a call of `optimizer.step()`. foreign: why a gradient of this rank is refused: the program has set it.
+    def close(self, foreign_problem: str | None) -> None:
+        """Notes a call of `optimizer.step()`.
+
+        foreign_problem: why a gradient of this rank is refused: the program has set it.
 
         `step` communicates nothing, so that the next pass raises the error.
         """
-        self._is_open, self._foreign = False, foreign
+        self._is_open, self._foreign_problem = False, foreign_problem
 
     def take_foreign_problem(self) -> str | None:
         """Returns what `close` was given, once."""
-        foreign, self._foreign = self._foreign, None
-        return foreign
+        problem, self._foreign_problem = self._foreign_problem, None
+        return problem

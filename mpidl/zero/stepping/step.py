@@ -53,15 +53,15 @@ def make_step(
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    foreign = parts.grad_attributes.foreign_problem()
+    foreign_problem = parts.grad_attributes.foreign_problem()
     if parts.backward_steps is not None:
         parts.reduced_gradients.refuse_unreduced()
-        parts.backward_steps.close(foreign)
+        parts.backward_steps.close(foreign_problem)
         parts.grad_attributes.take_changes()
         if broadcasts_buffers:
             broadcast_states(parts.comm, buffers_in(parts.model))
         return loss
-    problem = parts.guard.step_problem(parts.slices) or foreign or parts.grad_attributes.step_problem()
+    problem = parts.guard.step_problem(parts.slices) or foreign_problem or parts.grad_attributes.step_problem()
     parts.parameters.release()
     _hand_settings_on(parts, outer)
     reached = _attach_gradients(parts, outer, problem)

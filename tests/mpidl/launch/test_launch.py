@@ -227,18 +227,31 @@ def test_what_a_job_leaves_is_ended_and_removed_and_nothing_else(tmp_path: Path,
         stranger.wait()
 
 
+_STARTS_RANKS = (
+    "import os, subprocess, time; "
+    "ranks = [subprocess.Popen({program!r}, env={{**os.environ, 'PMI_RANK': str(rank)}}) for rank in range(2)]; "
+    "time.sleep(0.5); {then}"
+)
+
+
 def test_a_job_ends_whose_launcher_takes_no_notice_of_a_killed_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Intel MPI's launcher takes none of one that is killed before it has initialised MPI."""
     monkeypatch.setattr("mpidl.launch.report.UNHEEDED", 0.3)
-    program = (
-        "import os, subprocess, time; "
-        "ranks = [subprocess.Popen(['sleep', '60'], env={**os.environ, 'PMI_RANK': str(rank)}) for rank in range(2)]; "
-        "time.sleep(0.5); ranks[1].kill(); time.sleep(60)"
-    )
-    supervisor = Supervisor(RestartPlan([sys.executable, "-c", program], backoff=0, max_restarts=0))
+    job = _STARTS_RANKS.format(program=["sleep", "60"], then="ranks[1].kill(); time.sleep(60)")
+    supervisor = Supervisor(RestartPlan([sys.executable, "-c", job], backoff=0, max_restarts=0))
     assert supervisor.run() == 137
     assert supervisor.runs[0].seconds < 30
-    assert supervisor.runs[0].cause == ("status 137: rank 1 was ended by SIGKILL, and its launcher did not end the job")
+    assert supervisor.runs[0].cause == (
+        "status 137: rank 1 was ended by SIGKILL before it had initialised MPI, and its launcher did not end the job"
+    )
+
+
+def test_processes_that_a_rank_kills_and_forgets_do_not_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as workers of a loader, which bear the variables of their rank."""
+    monkeypatch.setattr("mpidl.launch.report.UNHEEDED", 0.3)
+    rank = "import subprocess, time; p = subprocess.Popen(['sleep', '60']); time.sleep(0.5); p.kill(); time.sleep(2)"
+    job = _STARTS_RANKS.format(program=[sys.executable, "-c", rank], then="[rank.wait() for rank in ranks]")
+    assert Supervisor(RestartPlan([sys.executable, "-c", job], backoff=0, max_restarts=0)).run() == 0
 
 
 def test_a_signal_reaches_the_launcher_that_a_script_has_started(tmp_path: Path) -> None:

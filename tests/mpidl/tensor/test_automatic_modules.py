@@ -97,6 +97,7 @@ def test_a_gated_network_beside_another_module_sums_the_gradient_of_its_input(co
     assert_cut_as_whole(comm, nn.Sequential(nn.Linear(6, 6), GatedPost()).double(), random_input(2, 5, 6))
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.mpi
 @pytest.mark.ranks(2, 3, 4)
 def test_an_attention_that_chooses_its_memory_sums_both_gradients(comm: Communicator) -> None:

@@ -203,6 +203,7 @@ def test_each_rank_of_tp_keeps_a_piece_of_a_checkpoint(comm: Communicator) -> No
         assert held[False] <= held[True] / comm.size + 3 * 64
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_checkpoints_in_every_engine(comm: Communicator, engine: str, sequence_parallel: bool) -> None:

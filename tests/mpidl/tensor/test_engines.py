@@ -256,6 +256,7 @@ def test_hybrid_sharding(comm: Communicator, way: str, optimizer: Any) -> None:
             assert_same(train_cut(way, model, mesh, replace(recipe, engine={"shard_group": shards})), expected, 1e-9)
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_ddp_steps_in_backward(comm: Communicator, sequence_parallel: bool) -> None:
     recipe = Recipe(steps=5)

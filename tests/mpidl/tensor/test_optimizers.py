@@ -77,6 +77,7 @@ def recipe(method: str, **more: Any) -> Recipe:
     return Recipe(steps=5, optimizer=optimizer, settings=settings, frozen=frozen, **more)
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.each("method")
 @pytest.mark.parametrize("name", [GPT2, LLAMA])
 @pytest.mark.parametrize("way", WAYS)
@@ -179,6 +180,7 @@ def muon_alone(steps: int) -> Trained:
     return Trained(losses, [], model.state_dict())
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_muon_makes_whole_matrices_orthogonal(comm: Communicator, way: str) -> None:
     """Also where its state goes through the whole one of a checkpoint half way."""

@@ -126,6 +126,7 @@ def test_a_guard_decides_for_all_ranks(comm: Communicator, engine: str, with_nor
             assert len(set(mpidl.all_gather_object(comm, said))) == 1
 
 
+@pytest.mark.at_most(4)
 @pytest.mark.each("way")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("way", WAYS)
