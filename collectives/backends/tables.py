@@ -99,7 +99,7 @@ DEFAULTS: Mapping[tuple[str, bool], Tables] = {
         "all_gather": _between(64 << 10, 2 << 20),
         "all_to_all": _between(64 << 10, 2 << 20),
         "broadcast": _between(64 << 10, 2 << 20),
-        "gather": ((ALWAYS, "symmetric"),),
+        "gather": _between(32 << 10, 256 << 10),
         "scatter": _between(64 << 10, 2 << 20),
     },
     ("Open MPI 5", True): {
