@@ -150,6 +150,25 @@ def test_a_gather_reaches_an_output_that_other_ranks_have_freed(node: Communicat
             assert torch.equal(out, expected), freed
 
 
+def test_large_gathers_with_an_empty_part_and_into_memory_of_other_groups(node: Communicator) -> None:
+    counts = [0 if rank == 1 else 400_000 + rank for rank in range(node.size)]
+    own = values(counts[node.rank], node.rank, "float32")
+    whole = torch.cat([values(count, rank, "float32") for rank, count in enumerate(counts)])
+    root = node.size - 1
+    with node.split(0) as group, node.split(0, key=-node.rank) as reversed_group:
+        outputs = {
+            "shared": node.shared(len(whole), torch.float32),
+            "of the parent": node.empty(len(whole), torch.float32),
+        }
+        for name, out in outputs.items():
+            group.gather(out if node.rank == root else None, own, root, counts, algorithm="symmetric")
+            assert node.rank != root or torch.equal(out, whole), name
+            node.barrier()
+        out = reversed_group.empty(len(whole), torch.float32)
+        reversed_group.gather(out if node.rank == root else None, own, 0, counts[::-1], algorithm="symmetric")
+        assert node.rank != root or torch.equal(out, torch.cat([*whole.split(counts)][::-1]))
+
+
 def test_a_slice_that_lies_in_the_shared_output_needs_no_copy(node: Communicator) -> None:
     counts = [10 * rank + 3 for rank in range(node.size)]
     out = node.shared(sum(counts), np.float64)
