@@ -97,15 +97,10 @@ class BucketMeans:
         if (compressed := self._compressed()) is not None:
             compressed.begin_pass(self._has_gradients)
 
-    def begin_shadow_pass(self) -> None:
-        """Tells the hook of `compress=` that a pass begins to which this rank contributes zeros."""
+    def give_up_window(self) -> None:
+        """Tells the hook of `compress=`, before and after a shadow pass, that no step of this rank follows."""
         if (compressed := self._compressed()) is not None:
-            compressed.begin_shadow_pass()
-
-    def end_shadow_pass(self) -> None:
-        """Tells the hook of `compress=` that such a pass has ended."""
-        if (compressed := self._compressed()) is not None:
-            compressed.end_shadow_pass()
+            compressed.give_up_window()
 
     def miss(self, parameter: torch.nn.Parameter) -> None:
         """Tells the hook of `compress=` that this rank's pass does not reach a parameter."""

@@ -223,7 +223,7 @@ class Reducer:
     def begin_shadow_pass(self) -> None:
         """Begins a shadow pass: this rank contributes zeros to a backward pass of the other ranks."""
         self.join.begin_shadow()
-        self.means.begin_shadow_pass()
+        self.means.give_up_window()
         self._agree_on_buckets()
         self.join.take_gradients(self.trained.parameters)
         self.queue.launch_rest()
@@ -232,7 +232,7 @@ class Reducer:
         """Ends the shadow pass; this rank's gradients are again those of before."""
         try:
             self.queue.finish()
-            self.means.end_shadow_pass()
+            self.means.give_up_window()
         finally:
             self.queue.reset()
             self.join.end_shadow()

@@ -59,6 +59,10 @@ class Operation(MeetsInMemory):
         some = x or out
         assert some is not None
         self._dtype = some.dtype
+        ranges = [] if movement is None else [*movement.leaving, *movement.arriving]
+        largest = max((stop - start for start, stop in ranges), default=0)
+        # Of the operation, as its program counts them, but with the largest part that this rank knows of.
+        self._nbytes_together = some.dtype.itemsize * (entry.elements or largest * group.ranks)
         result = out or private_out
         self._addresses = (x.address if x else 0, result.address if result else 0)
         self._ranges = b"" if movement is None else group.meetings.pack_ranges(movement.leaving, movement.arriving)
@@ -73,8 +77,7 @@ class Operation(MeetsInMemory):
 
     def _fills_ahead(self) -> bool:
         """Returns whether the first chunk may go to the scratch before the ranks meet."""
-        together = self._nbytes * (self._group.ranks if self._entry.operation == "gather" and self._out is None else 1)
-        may = self._group.may_stage(self._entry.operation, together, symmetric=self._is_symmetric)
+        may = self._group.may_stage(self._entry.operation, self._nbytes_together, symmetric=self._is_symmetric)
         return may and (self._is_symmetric or self._otherwise is None)
 
     def _find(self) -> None:

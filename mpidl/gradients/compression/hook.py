@@ -239,12 +239,8 @@ class CompressedReduction:
         if self.compressor.momentum:
             self._window.end(stepped=False)
 
-    def begin_shadow_pass(self) -> None:
-        """Begins a pass of a rank that has no batches left, and so makes no steps, while others do."""
-        self._window.end(stepped=False)
-
-    def end_shadow_pass(self) -> None:
-        """Ends such a pass, which no skipped step undoes."""
+    def give_up_window(self) -> None:
+        """Notes that no step follows on this rank: it has no batches left, and takes part in the others' passes."""
         self._window.end(stepped=False)
 
     @property
