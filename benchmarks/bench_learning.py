@@ -10,15 +10,18 @@
     diloco:50 after 500       the same after 500 steps of averaged gradients
     powersgd:4 after 500      a compressor after as many steps in full precision, not after as many as is its default
     int4 without feedback     a compressor or onebit without error feedback
+    powersgd:4 at 0.002       any of them with another learning rate than 0.001
+
+Behind a name these words stand in the order: after, at, without feedback.
 
 Names with commas stand between semicolons: --methods "fp32;powersgd:4,fp16". "dgc" needs its
 momentum=0, as AdamW has one.
 
 The model has 4 layers of width 128, the text's characters as tokens, and windows of 64 of them; a step takes 12
-windows of all ranks together, or --windows. AdamW with a weight decay of matrices alone, a warm-up of 100 steps, a
-cosine and clipping at 1, as small GPT-2s on this text are trained on a CPU elsewhere. A seed sets the weights and the
-windows, which are the same for all methods and any number of ranks. Bytes are those that a rank sends, by the
-method's formula, with its first steps in full precision.
+windows of all ranks together, or --windows. AdamW with a learning rate of 0.001, a weight decay of matrices alone, a
+warm-up of 100 steps, a cosine and clipping at 1, as small GPT-2s on this text are trained on a CPU elsewhere. A seed
+sets the weights and the windows, which are the same for all methods and any number of ranks. Bytes are those that a
+rank sends, by the method's formula, with its first steps in full precision.
 All methods have run with a seed before the next one begins. A job that is ended goes on by the same command: what the
 file of --json has is not run again.
 """
@@ -47,8 +50,8 @@ from mpidl.optim.schedules import warmup_cosine
 from network_methods import names_of
 
 WINDOW, WARM_UP = 64, 100
-WITHOUT, AFTER, DILOCO = " without feedback", re.compile(r" after ([1-9]\d*)$"), re.compile(r"diloco:([1-9]\d*)")
-ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}  # the decay is of matrices alone
+METHOD = re.compile(r"(\S+?)(?: after ([1-9]\d*))?(?: at (\d*\.?\d+(?:e-\d+)?))?( without feedback)?")
+DILOCO = re.compile(r"diloco:([1-9]\d*)")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -104,11 +107,37 @@ class Learner:
     sent: Callable[[int], float]
 
 
-def parts_of(method: str) -> tuple[str, bool, int | None]:
-    """A method's name, whether it feeds errors back, and how many first steps average gradients in full precision."""
-    name, feeds_back = method.removesuffix(WITHOUT), not method.endswith(WITHOUT)
-    after = AFTER.search(name)
-    return AFTER.sub("", name), feeds_back, None if after is None else int(after[1])
+@dataclass(frozen=True)
+class Method:
+    """A method and its variant.
+
+    name: fp32, onebit, diloco:n, or one of mpidl.COMPRESSORS.
+    first: how many first steps average gradients in full precision; None: as many as is the method's default.
+    lr: the highest learning rate.
+    feeds_back: with error feedback.
+    """
+
+    name: str
+    first: int | None
+    lr: float
+    feeds_back: bool
+
+    @classmethod
+    def of(cls, text: str) -> Method:
+        """Reads one of --methods. Raises UsageError."""
+        found = METHOD.fullmatch(text)
+        if found is None or (found[3] and not float(found[3])):
+            raise mpidl.UsageError(
+                f"--methods: got {text!r}; needs a name, and behind it 'after STEPS', 'at LEARNING RATE' or "
+                "'without feedback', in this order"
+            )
+        name, first, rate, without = found.groups()
+        return cls(name, int(first) if first else None, float(rate or 1e-3), not without)
+
+    @property
+    def adam(self) -> dict[str, Any]:
+        """Adam's settings; the decay is of matrices alone."""
+        return {"lr": self.lr, "betas": (0.9, 0.99), "weight_decay": 0.1}
 
 
 def parameters_of(model: torch.nn.Module) -> list[dict[str, Any]]:
@@ -118,14 +147,14 @@ def parameters_of(model: torch.nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
 
 
-def build(method: str, model: torch.nn.Module, comm: Communicator) -> Learner:
+def build(method: Method, model: torch.nn.Module, comm: Communicator) -> Learner:
     """The method around a model."""
-    name, feeds_back, first = parts_of(method)
+    name, first = method.name, method.first
     elements = sum(p.numel() for p in model.parameters())
     in_full = 2 * (comm.size - 1) / comm.size * 4 * elements
     if (local := DILOCO.fullmatch(name)) is not None:
         period, together = int(local[1]), first or 0
-        outer = DiLoCo(torch.optim.AdamW(parameters_of(model), **ADAM), period, comm, warmup_steps=together)
+        outer = DiLoCo(torch.optim.AdamW(parameters_of(model), **method.adam), period, comm, warmup_steps=together)
         call: Any = model
         if together:
             call = mpidl.DistributedDataParallel(model)
@@ -133,18 +162,18 @@ def build(method: str, model: torch.nn.Module, comm: Communicator) -> Learner:
         return Learner(call, outer, lambda steps: (min(steps, together) + max(0, steps - together) // period) * in_full)
     if name == "onebit":
         ddp = mpidl.DistributedDataParallel(model)
-        few = OneBitAdam(parameters_of(model), **ADAM, lr_warmup_steps=WARM_UP, error_feedback=feeds_back)
+        few = OneBitAdam(parameters_of(model), **method.adam, lr_warmup_steps=WARM_UP, error_feedback=method.feeds_back)
         ddp.register_comm_hook(few, one_bit_hook)
         return Learner(ddp, few, lambda steps: in_full * min(steps, few.frozen_at or steps) + few.sent_bytes)
     compress, full, a_step = None, 0, in_full
     if name != "fp32":
-        feedback = None if feeds_back else False
+        feedback = None if method.feeds_back else False
         compress = mpidl.Compression(name, where="everywhere", error_feedback=feedback, start_step=first)
         made, shapes = compress.compressor(), [p.shape for p in model.parameters()]
         full = made.start_step if first is None else first
         a_step = made.sent_bytes(elements, comm.size, True, shapes)
     ddp = mpidl.DistributedDataParallel(model, compress=compress)
-    adam = torch.optim.AdamW(parameters_of(model), **ADAM)
+    adam = torch.optim.AdamW(parameters_of(model), **method.adam)
     return Learner(ddp, adam, lambda steps: min(steps, full) * in_full + max(steps - full, 0) * a_step)
 
 
@@ -154,7 +183,7 @@ def train(method: str, seed: int, text: tuple[torch.Tensor, torch.Tensor, int], 
     learned, held_out, characters = text
     torch.manual_seed(seed)
     model = GPT2(GPT2Config(vocab_size=characters, block_size=WINDOW, layers=4, heads=4, embd=128))
-    learner = build(method, model, comm)
+    learner = build(Method.of(method), model, comm)
     optimizer = learner.optimizer
     schedule = warmup_cosine(optimizer, WARM_UP, max(options.steps, WARM_UP + 1), end=0.1)
     random = torch.Generator().manual_seed(seed)
@@ -248,11 +277,11 @@ def checked(options: argparse.Namespace, comm: Communicator) -> tuple[str, list[
     for option in ("seeds", "steps", "every", "validation"):
         if (number := getattr(options, option)) < 1:
             raise mpidl.UsageError(f"--{option}: got {number}; needs at least 1")
-    for method in options.methods:
-        name, feeds_back, first = parts_of(method)
-        local = DILOCO.fullmatch(name) is not None
-        if (name in ("fp32", "onebit") and first) or ((name == "fp32" or local) and not feeds_back):
-            raise mpidl.UsageError(f"--methods: got {method!r}; {name} has no such variant")
+    for text in options.methods:
+        method = Method.of(text)
+        name, local = method.name, DILOCO.fullmatch(method.name) is not None
+        if (name in ("fp32", "onebit") and method.first) or ((name == "fp32" or local) and not method.feeds_back):
+            raise mpidl.UsageError(f"--methods: got {text!r}; {name} has no such variant")
         if name not in ("fp32", "onebit") and not local:
             try:
                 mpidl.Compression(name)

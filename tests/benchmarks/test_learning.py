@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import bench_learning
+import mpidl
 from tests.harness.launch import ROOT
 
 
@@ -24,11 +25,22 @@ def test_the_table_compares_the_means_of_seeds_with_full_precision() -> None:
     assert compressed.split() == ["int8", "2.000", "+0.500", "1.500", "to", "2.500", "2.0", "3.0"]
 
 
+def test_the_words_behind_a_name() -> None:
+    of = bench_learning.Method.of
+    assert of("powersgd:4,fp16") == bench_learning.Method("powersgd:4,fp16", None, 1e-3, True)
+    assert of("int4 after 20 at 2e-3 without feedback") == bench_learning.Method("int4", 20, 2e-3, False)
+    assert of("diloco:50 at .5").adam["lr"] == 0.5
+    for wrong in ("int8 at 0", "int8 at 0.1 after 3", "int8 at", "int8 after 0", "int8 without", ""):
+        with pytest.raises(mpidl.UsageError, match="--methods"):
+            of(wrong)
+
+
 @pytest.mark.mpi
 @pytest.mark.ranks(4)
 def test_bytes_of_steps(comm) -> None:
     def sent(method: str, steps: int) -> float:
-        return bench_learning.build(method, torch.nn.Linear(64, 64, bias=False), comm).sent(steps)
+        made = bench_learning.Method.of(method)
+        return bench_learning.build(made, torch.nn.Linear(64, 64, bias=False), comm).sent(steps)
 
     in_full = 2 * 3 / 4 * 4 * 64 * 64
     assert sent("fp32", 3) == 3 * in_full

@@ -23,6 +23,7 @@ WRONG = {
         "--methods=fp32 after 5": "--methods: got 'fp32 after 5'; fp32 has no such variant",
         "--methods=onebit after 5": "--methods: got 'onebit after 5'; onebit has no such variant",
         "--methods=diloco:5 without feedback": "diloco:5 has no such variant",
+        "--methods=int8 at 0": "--methods: got 'int8 at 0'; needs a name, and behind it",
         "--windows=13": "--windows: got 13; needs a multiple of the 2 ranks",
         "--every=0": "--every: got 0; needs at least 1",
         "--seeds=0": "--seeds: got 0; needs at least 1",
