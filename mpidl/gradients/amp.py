@@ -131,7 +131,7 @@ class GradScaler(torch.amp.GradScaler):
         """Unscales gradients and looks for infinities; torch calls it also for an optimizer that unscales by itself."""
         self._used.append(weakref.ref(optimizer))
         for reduction in reductions_of(optimizer):
-            reduction.announce_skips()
+            reduction.announce_skips(scaled=True)
             self._reductions.add(reduction)
         inner = innermost(optimizer)
         if isinstance(inner, ZeroOptimizer):

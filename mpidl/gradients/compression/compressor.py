@@ -130,6 +130,7 @@ class Compressor(ABC):
         moves, is saved and undone with the remainder. It needs error feedback, and compression in every step, on one
         rank too.
     momentum: of gradients, which it applies in place of the optimizer.
+    homogeneous: of gradients times a loss scale it makes what it makes of the gradients, times the scale.
     """
 
     phases = 1
@@ -140,6 +141,7 @@ class Compressor(ABC):
     elementwise = False
     arrays: tuple[str, ...] = ()
     momentum = 0.0
+    homogeneous = True
 
     @property
     @abstractmethod

@@ -53,7 +53,7 @@ class DeepGradient(TopK):
         check("dgc", "warmup", WARMUP, warmup)
         if clip is not None:
             check("dgc", "clip", CLIP, clip)
-        self.momentum, self.warmup, self.clip = momentum, warmup, clip
+        self.momentum, self.warmup, self.clip, self.homogeneous = momentum, warmup, clip, clip is None
         self.arrays = ("momentum",) if momentum else ()
 
     @classmethod

@@ -12,6 +12,7 @@ are collective.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,13 +22,14 @@ import torch
 from collectives import Communicator
 
 from ...comm_hooks import GradBucket, Handle
-from ...errors import TrainingError
+from ...errors import ConfigurationError, TrainingError
 from ...job import communicator_pool
+from ...job.agreement import check_everywhere
 from .bucket_reduction import BucketReduction
 from .compressor import Compressor
 from .pipeline import Pipeline
 from .ranks import Method, Ranks
-from .refusals import refuse_momentum
+from .refusals import refuse_momentum, refuse_scaled
 from .remainders import Made, MeanPart, part_of
 from .sections import Means, Sections
 from .settings import Compression
@@ -48,6 +50,7 @@ class CompressedReduction:
     dtype: of the gradients that are reduced, for "auto"; by default that of the parameters.
 
     steps: number of reduced passes.
+    buckets: gives all buckets, in no memory, where these stay the same from pass to pass; an engine may set it.
     choice: the measurements and the choice of "auto"; None without.
 
     Raises ConfigurationError on every rank where the nodes do not fit.
@@ -63,12 +66,15 @@ class CompressedReduction:
         dtype: torch.dtype | None = None,
     ) -> None:
         self.settings, self.steps = settings, 0
+        self.buckets: Callable[[], Iterable[GradBucket]] | None = None
         self._names, self._world = dict(names), world
         compressor = _uncompressed() if settings.is_auto else settings.compressor()
+        check_everywhere(world, lambda: _refuse_shared(compressor))
         feedback = settings.error_feedback
         feeds_back = compressor.feeds_back if feedback is None else feedback
         self._own = Method(compressor, Ranks(settings, compressor, world, shards, replicas), feeds_back)
         self._method = self._own  # "auto" changes it
+        _ALIVE.add(self)
         self._start_step = _first_step(settings, compressor)
         self._pipeline, self._window = Pipeline(), Window(settings.undo)
         self._sections = Sections(self._method, world, self._window, self._pipeline.drain)
@@ -248,8 +254,13 @@ class CompressedReduction:
         """Returns whether a pass whose gradients are gone without a step is undone without word of a skip."""
         return bool(self.settings.undo) and not self.chooses_none
 
-    def announce_skips(self) -> None:
-        """Keeps from now on what undoes a step, as some may be skipped. On every rank."""
+    def announce_skips(self, scaled: bool = False) -> None:
+        """Keeps from now on what undoes a step, as some may be skipped. On every rank.
+
+        scaled: gradients are of a loss times a scale. Raises ConfigurationError where this cannot be.
+        """
+        if scaled:
+            refuse_scaled(self.compressor)
         self._window.announce()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -344,8 +355,29 @@ class CompressedReduction:
         self.steps = int(state_dict["steps"])
         self._window.end(stepped=False)
         self._sections.replace(means)
+        is_chosen = self.choice is None or self.choice.chosen is not None
+        if means and self.buckets is not None and is_chosen and self.steps >= self._start_step:
+            self._sections.lay_out(self.buckets())
         if state_dict.get("in_step"):  # what is undone from here on are the passes that follow
             self._begin_window()
+
+
+_ALIVE: weakref.WeakSet[CompressedReduction] = weakref.WeakSet()
+
+
+def _refuse_shared(compressor: Compressor) -> None:
+    """Raises ConfigurationError for a compressor that keeps the states of another engine."""
+    if _serves(compressor):
+        gc.collect()  # the program may have dropped that engine
+    if _serves(compressor):
+        raise ConfigurationError(
+            f"compress: got a Compressor, {compressor.name}, that serves another engine already; needs one for each "
+            "engine, as it keeps states, or a name"
+        )
+
+
+def _serves(compressor: Compressor) -> bool:
+    return any(each.compressor is compressor for each in _ALIVE)
 
 
 def _copied(compressor: Compressor) -> dict[torch.nn.Parameter, dict[str, torch.Tensor]]:

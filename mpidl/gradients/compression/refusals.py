@@ -38,6 +38,15 @@ def refuse_momentum(compressor: Compressor, optimizer: torch.optim.Optimizer) ->
             )
 
 
+def refuse_scaled(compressor: Compressor) -> None:
+    """Raises ConfigurationError for a compressor that has to know the loss scale, which changes from step to step."""
+    if not compressor.homogeneous:
+        raise ConfigurationError(
+            f"compress: {compressor.name} clips gradients before a GradScaler unscales them, so that the norm would "
+            "count in another unit after each change of the scale; needs no clip=, or no GradScaler"
+        )
+
+
 def refuse_complex(names: Mapping[torch.nn.Parameter, str]) -> None:
     """Raises ConfigurationError for a parameter whose gradients are complex numbers."""
     for p, name in names.items():

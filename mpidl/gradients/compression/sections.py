@@ -3,7 +3,8 @@
 A section is the part of a bucket that this rank reduces with its peers (`section_layout`): all of it without nodes.
 
     a bucket is new               its section takes over what others with its parameters have kept (collective)
-    a state is loaded             what was not sent waits for the sections of the next pass, a part of it on each rank
+    a state is loaded             where the engine tells its buckets, as ZeRO does, their sections take it over at once;
+                                  else what was not sent waits for those of the next pass, a part of it on each rank
     full precision                what was not sent is added to the gradients, and is then sent whole
 
 All of it runs in the thread of the backward pass, on every rank for the same buckets in the same order. Where something
@@ -14,7 +15,7 @@ for one that keeps nothing.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -72,9 +73,8 @@ class Sections:
             self._drain()
         self._collect([section for section in map(self._sections.pop, former) if section.values is not None])
         flat, ranks, compressor = bucket.buffer(), self.method.ranks, self.method.compressor
-        base, size = flat.data_ptr(), flat.element_size()
-        views = bucket.gradients()
-        starts, forms = [(v.data_ptr() - base) // size for v in views], [(v.shape, v.stride()) for v in views]
+        base, views = int(flat.storage_offset()), bucket.gradients()
+        starts, forms = [int(v.storage_offset()) - base for v in views], [(v.shape, v.stride()) for v in views]
         made = BucketSection(parameters, starts, forms, self._layout(flat.numel(), bucket.needed(), starts))
         compressor.forget(wanted - made.own_parameters())
         if self.method.feeds_back:
@@ -92,6 +92,15 @@ class Sections:
                 self._former_means.pop(p, None)
                 self._means.pop(p, None)
         return made
+
+    def lay_out(self, buckets: Iterable[GradBucket]) -> None:
+        """Lays out the sections of all buckets, so that nothing waits for them. Collective, with the same buckets.
+
+        In a pass the ranks would have to meet for it, and some may come to other engines or units first.
+        """
+        for bucket in buckets:
+            self._sections[_key_of(bucket)] = self._lay_out(bucket, bucket.parameters())
+        self._may_wait = bool(self._means)  # of parameters that do not train now; these are the same on every rank
 
     def _with_means(
         self, parameters: Sequence[torch.nn.Parameter]

@@ -30,8 +30,11 @@ _NOTE = "_mpidl_compressed_by"
 class Undoable(Protocol):
     """A reduction that keeps what a skipped step needs."""
 
-    def announce_skips(self) -> None:
-        """Keeps from now on what undoes a step, as some may be skipped."""
+    def announce_skips(self, scaled: bool = False) -> None:
+        """Keeps from now on what undoes a step, as some may be skipped.
+
+        scaled: gradients are of a loss times a scale. Raises ConfigurationError where this cannot be.
+        """
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises ConfigurationError for an optimizer that must not step on the gradients."""

@@ -13,6 +13,7 @@ and the strategy, but not the optimizer: only weak references lead back to that.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -122,7 +123,8 @@ def build(
     trains = [shard for shard in parameters.shards if shard.trains]
     shard_reducer = _make_shard_reducer(parameters, trains, plan, layouts, group, watch, names, options)
     if plan.compressed is not None and not plan.compressed.chooses_none:
-        shard_reducer.hook = None, plan.compressed
+        shard_reducer.hook, reducer = (None, plan.compressed), weakref.proxy(shard_reducer)
+        plan.compressed.buckets = lambda: reducer.buckets_in_no_memory()
     over_tp = options.mesh if options.mesh is not None and options.mesh.size("tp") > 1 else None
     tp = same_gradients = None
     if over_tp is not None:

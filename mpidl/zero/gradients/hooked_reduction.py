@@ -7,6 +7,7 @@ on every rank; `take_result` waits for it as the engine waits for its own reduct
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -14,6 +15,7 @@ from collectives import Work
 
 from ...comm_hooks import BucketShards, GradBucket, Handle, Then, result_of
 from ...errors import TrainingError
+from ...gradients.buckets import GradientBucket
 from ..shard_group import ShardGroup
 from .bucket_gradient import BucketGradient
 
@@ -39,6 +41,15 @@ def shown_bucket(gradient: BucketGradient, last: bool, over: ShardGroup, algorit
     shards = BucketShards(slice(over.rank * size, (over.rank + 1) * size), reduce_scatter)
     own = {over.world: over.backward_comm}
     return GradBucket(gradient.number, last, flat, bucket.views, bucket.parameters, own, shards, repeated)
+
+
+def bucket_in_no_memory(gradient: BucketGradient, last: bool, over: ShardGroup) -> GradBucket:
+    """Returns what `shown_bucket` will, with the places of gradients, but no gradients."""
+    bucket, layout = gradient.bucket, gradient.bucket.layout
+    placed = GradientBucket(bucket.parameters, layout)
+    placed.allocate(torch.empty(layout.padded, dtype=bucket.dtype, device="meta"))
+    empty = replace(gradient, bucket=placed, target=None)
+    return shown_bucket(empty, last, over, "auto", repeated=False)
 
 
 def take_result(gradient: BucketGradient, rank: int, wait: Callable[[Work], None]) -> None:

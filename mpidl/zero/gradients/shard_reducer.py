@@ -37,7 +37,7 @@ import torch
 from collectives import Work, WorkTimeout
 from collectives.devices import HOST, Place
 
-from ...comm_hooks import Hook, Then, begin, completed, result_of
+from ...comm_hooks import GradBucket, Hook, Then, begin, completed, result_of
 from ...errors import TrainingError, listed
 from ...gradients.backward import BackwardWatch
 from ...gradients.bucket_queue import BucketQueue
@@ -47,7 +47,7 @@ from ..parameter_shard import ParameterShard
 from ..shard_group import ShardGroup
 from .bucket_gradient import BucketGradient
 from .buffer_pool import BufferPool
-from .hooked_reduction import shown_bucket, take_result
+from .hooked_reduction import bucket_in_no_memory, shown_bucket, take_result
 from .reduced_gradients import ReducedGradients
 from .sharded_gradient import ShardedGradient
 from .stepper import Stepper
@@ -158,6 +158,11 @@ class ShardReducer:
             if self._keep_whole:
                 bucket.allocate(self._comm.empty(bucket.layout.padded, bucket.dtype, device=self._place.device))
         return buckets
+
+    def buckets_in_no_memory(self) -> list[GradBucket]:
+        """The buckets as a hook will see them, in their order, without gradients."""
+        last = len(self._of) - 1
+        return [bucket_in_no_memory(each, each.number == last, self._over) for each in self._of.values()]
 
     def remove(self) -> None:
         """Takes the hooks off the parameters."""

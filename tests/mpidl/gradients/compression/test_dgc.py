@@ -273,6 +273,18 @@ def test_two_reductions_in_a_step_are_refused_in_ddp(comm: Communicator) -> None
     training.optimizer.step()
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize("way", ["ddp", "stage 2"])
+def test_clipping_of_scaled_gradients_is_refused(comm: Communicator, way: str) -> None:
+    x, y = sequences(2, 0)
+    for method, refused in ((METHOD, False), (f"{METHOD},clip=1", True)):
+        training = Training(comm, way, Compression(method, where="everywhere"), {"lr": 0.1})
+        scaler = mpidl.GradScaler(init_scale=256.0, process_group=comm)
+        scaler.scale(training.called(x, y)).backward()
+        with pytest.raises(mpidl.ConfigurationError, match="needs no clip=") if refused else nullcontext():
+            scaler.step(training.optimizer)
+
+
 def test_the_part_that_is_sent_falls_in_the_warm_up() -> None:
     parts = [DeepGradient(0.001, warmup=8).fraction_at(step) for step in range(10)]
     assert parts == [1 / 4] * 2 + [1 / 16] * 2 + [1 / 64] * 2 + [1 / 256] * 2 + [0.001] * 2

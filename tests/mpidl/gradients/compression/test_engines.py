@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import mpidl
 from collectives import Communicator
 from mpidl import Compression
+from mpidl.gradients.compression.powersgd import PowerSGD
 from mpidl.gradients.compression.settings import compression
 from mpidl.job.objects import all_gather_object
 from tests.mpidl.gradients.compression.methods import ENGINE_VARIANTS, LOSS_TOLERANCES, METHODS
@@ -174,6 +176,19 @@ def test_remainders_of_parameters_whose_elements_lie_in_another_order(comm: Comm
     (0 * ddp(x)).sum().backward()
     after = ddp.compressed.state_dict()["remainders"].get("weight", torch.zeros_like(mean))
     torch.testing.assert_close(model.weight.grad + after, left, rtol=1e-5, atol=1e-6)
+
+
+@engines
+def test_a_compressor_serves_one_engine_at_a_time(comm: Communicator, engine: str) -> None:
+    given = PowerSGD(2)
+    first = Training(comm, engine, given)
+    first.run(1)
+    copied = copy.deepcopy(given)  # has states of its own
+    with pytest.raises(mpidl.ConfigurationError, match="powersgd:2, that serves another engine already"):
+        Training(comm, engine, given).run(1)
+    Training(comm, engine, copied).run(1)
+    del first
+    Training(comm, engine, given).run(1)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def scaled_step(training: Training, scaler: torch.amp.GradScaler, step: int, fac
 
 
 def check_same(found: Training, expected: Training) -> None:
-    """Weights, remainders and steps, to the bit."""
+    """Weights, remainders, the compressor's states and steps, to the bit."""
     weights = found.weights()
     for name, values in expected.weights().items():
         assert torch.equal(weights[name], values), name
@@ -44,6 +44,10 @@ def check_same(found: Training, expected: Training) -> None:
     assert mine["remainders"].keys() == theirs["remainders"].keys()
     for name, values in theirs["remainders"].items():
         assert torch.equal(mine["remainders"][name], values), name
+    assert mine["states"].keys() == theirs["states"].keys()
+    for name, kept in theirs["states"].items():
+        for key, values in kept.items():
+            assert torch.equal(mine["states"][name][key], values), (name, key)
 
 
 @engines
@@ -70,10 +74,11 @@ def test_a_step_that_the_scaler_skips_leaves_no_trace(comm: Communicator, engine
     check_same(skipping, plain)
 
 
+@pytest.mark.parametrize("method", [METHOD, "powersgd:2", "powersgd:2,alternating", "gradzip:2"])
 @engines
-def test_a_step_that_the_guard_skips_leaves_no_trace(comm: Communicator, engine: str) -> None:
+def test_a_step_that_the_guard_skips_leaves_no_trace(comm: Communicator, engine: str, method: str) -> None:
     """Its gradients may all be finite, and come from several passes."""
-    plain, skipping = Training(comm, engine, METHOD), Training(comm, engine, METHOD)
+    plain, skipping = (Training(comm, engine, Compression(method, start_step=0)) for _ in range(2))
     zero = skipping.optimizer if engine != "ddp" else None
     guard = mpidl.NonfiniteGuard(skipping.called, zero, "skip")
     for step in range(4):
