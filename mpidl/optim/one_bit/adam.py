@@ -48,7 +48,8 @@ class FreezingOptimizer(OneBitOptimizer):
         fits = isinstance(freeze_ratio, int | float) and not isinstance(freeze_ratio, bool) and 0 < freeze_ratio <= 1
         require("freeze_ratio", freeze_ratio, fits, "a number above 0 and at most 1")
         self._ratio, self._warmup = freeze_ratio, integer("lr_warmup_steps", lr_warmup_steps, 0)
-        super().__init__(params, defaults, {"steps": 0, "frozen_at": None, "norms": [], **progress}, *others)
+        first: dict[str, Any] = {"steps": 0, "frozen_at": None, "beta2_of_v": None, "norms": []}
+        super().__init__(params, defaults, {**first, **progress}, *others)
 
     @property
     def frozen_at(self) -> int | None:
@@ -62,9 +63,15 @@ class FreezingOptimizer(OneBitOptimizer):
         return self.frozen_at is None
 
     def _corrections(self, step: int) -> tuple[float, float]:
-        """Bias corrections: the divisors of m and v, which began as zeros."""
-        beta1, beta2 = self.defaults["betas"]
-        return 1 - beta1**step, 1 - beta2 ** (step if self.frozen_at is None else self.frozen_at)
+        """Bias corrections: the divisors of m and v, which began as zeros.
+
+        By the betas of this step; of a v that stays, by the beta2 of the step after which it does.
+        """
+        beta1, beta2 = self._betas
+        if self.frozen_at is None:
+            return 1 - beta1**step, 1 - beta2**step
+        kept = self.progress.get("beta2_of_v")  # which states of before do not have
+        return 1 - beta1**step, 1 - (beta2 if kept is None else kept) ** self.frozen_at
 
     def _decisive(self) -> dict[str, Any]:
         names = {"freeze_step": self._freeze_step, "freeze_ratio": self._ratio, "lr_warmup_steps": self._warmup}
@@ -74,7 +81,7 @@ class FreezingOptimizer(OneBitOptimizer):
         """Tells if v stays from this step on, and keeps its norm. Collective where v decides."""
         if self._freeze_step is not None:
             return step >= self._freeze_step
-        beta2 = self.defaults["betas"][1]
+        beta2 = self._betas[1]
         span = max(1, round(1 / (1 - beta2)))
         norm = sum(float(bucket.arrays["exp_avg_sq"].sum(dtype=torch.float64)) for bucket in self._buckets)
         norms = [*self.progress["norms"], norm / (1 - beta2**step)][-span - 1 :]
@@ -85,7 +92,7 @@ class FreezingOptimizer(OneBitOptimizer):
         return self._all_agree(norms[-1] >= self._ratio * norms[0] > 0)
 
     def _freeze(self, step: int) -> None:
-        self._count(frozen_at=step, norms=[])
+        self._count(frozen_at=step, beta2_of_v=self._betas[1], norms=[])
 
 
 class OneBitAdam(FreezingOptimizer):
@@ -102,7 +109,10 @@ class OneBitAdam(FreezingOptimizer):
     process_group, where, error_feedback, bucket_cap_mb: as of `OneBitOptimizer`.
 
     An element whose v is zero at the freeze, which never had a gradient, gets no update from then on, but its decay.
-    A parameter without a gradient in a step has, after the freeze, one of zeros.
+    A parameter without a gradient in a step has, after the freeze, one of zeros. A parameter with requires_grad=False
+    stays as it is, without decay, and so does its state. Which ones train may change from step to step, on all ranks.
+
+    betas and eps are read from the groups in every step, so that a schedule may change them; all groups have the same.
 
     State of a parameter: `exp_avg` (m), `exp_avg_sq` (v), fp32; `error` in a state_dict. With ZeroOptimizer, stage 1,
     states are not cut: every rank needs whole ones.
@@ -135,24 +145,29 @@ class OneBitAdam(FreezingOptimizer):
         if self.frozen_at is None:
             for bucket in self._buckets:
                 gradients = bucket.gradients()
-                advance_moments(bucket, gradients, self.defaults["betas"])
+                advance_moments(bucket, gradients, self._betas)
                 self._descend(bucket, step, [g is not None for g in gradients])
             if self._freezes(step):
                 self._freeze(step)
         else:
-            self._mask()
-            scratch = torch.empty(CHUNK, device=self._buckets[0].device)
-            exchanges = [self._exchange_momentum(bucket, step, scratch) for bucket in self._buckets]
-            for bucket, exchange in zip(self._buckets, exchanges, strict=True):
-                exchange.wait()
-                strided = [not p.is_contiguous() for p in bucket.parameters]
-                if any(strided):
-                    self._descend(bucket, step, strided)
+            with self._left_out.states_kept("exp_avg"):
+                self._exchange_momenta(step)
         self._count(steps=step)
 
+    def _exchange_momenta(self, step: int) -> None:
+        """A step after the freeze."""
+        self._mask()
+        scratch = torch.empty(CHUNK, device=self._buckets[0].device)
+        exchanges = [self._exchange_momentum(bucket, step, scratch) for bucket in self._buckets]
+        for bucket, exchange in zip(self._buckets, exchanges, strict=True):
+            exchange.wait()
+            strided = [p.requires_grad and not p.is_contiguous() for p in bucket.parameters]
+            if any(strided):
+                self._descend(bucket, step, strided)
+
     def _exchange_momentum(self, bucket: FlatBucket, step: int, scratch: torch.Tensor) -> PipelinedReduction:
-        """Starts a step after the freeze: each chunk of m is advanced as it is sent, and used as its mean arrives."""
-        beta1, eps, groups = self.defaults["betas"][0], self.defaults["eps"], bucket.of_group(self.param_groups)
+        """Starts it for a bucket: each chunk of m is advanced as it is sent, and used as its mean arrives."""
+        beta1, eps, groups = self._betas[0], self._eps, bucket.of_group(self.param_groups)
         gradients = [None if g is None else g.reshape(-1) for g in bucket.gradients()]
         return self._start(
             bucket,
@@ -161,12 +176,12 @@ class OneBitAdam(FreezingOptimizer):
             partial(descend_range, bucket, groups, self._corrections(step), eps, scratch),
         )
 
-    def _descend(self, bucket: Any, step: int, reached: list[bool] | None = None) -> None:
+    def _descend(self, bucket: FlatBucket, step: int, reached: list[bool]) -> None:
         """Updates the weights of a bucket by m. reached: per parameter, whether to do so."""
         first, second = self._corrections(step)
-        divided = bucket.views_of(denominators(bucket.arrays["exp_avg_sq"], second, self.defaults["eps"]))
+        divided = bucket.views_of(denominators(bucket.arrays["exp_avg_sq"], second, self._eps))
         groups = bucket.of_group(self.param_groups)
-        kept = range(len(groups)) if reached is None else [n for n, flag in enumerate(reached) if flag]
+        kept = [n for n, flag in enumerate(reached) if flag]
         decay([bucket.parameters[n] for n in kept], [groups[n] for n in kept])
         for n in kept:
             descend(bucket.parameters[n], bucket.views["exp_avg"][n], divided[n], float(groups[n]["lr"]) / first)

@@ -7,6 +7,9 @@
 
 Every rank holds whole states, as it updates all weights by what it receives, and makes the same steps. A step is
 collective once gradients are no longer averaged; the first step always is.
+
+The exchange, with Communicators of its own, is made while an engine of ZeRO is built, so that backward passes of
+several engines may begin in another order on each rank; over DDP at the first step, or in the pass that needs it first.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from ...comm_hooks import GradBucket, Handle, Then, average_some, completed
 from ...errors import ConfigurationError, TrainingError
 from ...gradients.buckets import MIB, BucketLayout, assign, layout_of
 from ...gradients.compression.pipeline import PipelinedReduction
-from ...job.agreement import is_anywhere
+from ...job.agreement import check_everywhere, is_anywhere
 from ...mesh.groups import data_group
 from ...optimizer_trial import StepNeeds
 from ...replicas.start_check import check_settings_agree
@@ -31,6 +34,8 @@ from ...setting_checks import require
 from ..elementwise_state import restore_wide
 from .exchange import WHERE, Errors, OfRange, OneBitExchange
 from .flat import FlatBucket
+from .group_settings import check_betas_and_eps, check_groups, is_number
+from .left_out import LeftOut
 
 _ERROR = "error"
 Buckets = Sequence[tuple[Sequence[torch.nn.Parameter], BucketLayout]]
@@ -63,19 +68,17 @@ class OneBitOptimizer(torch.optim.Optimizer):
         error_feedback: bool,
         bucket_cap_mb: float,
     ) -> None:
-        betas, eps = defaults["betas"], defaults["eps"]
-        fits = isinstance(betas, tuple | list) and len(betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in betas)
-        require("betas", betas, fits, "two numbers of at least 0 and below 1")
-        require("eps", eps, _is_number(eps) and eps > 0, "a number above 0")
+        check_betas_and_eps(defaults)
         require("where", where, where is None or where in WHERE, f"one of {', '.join(WHERE)}, or None")
         require("error_feedback", error_feedback, isinstance(error_feedback, bool), "True or False")
-        require("bucket_cap_mb", bucket_cap_mb, _is_number(bucket_cap_mb) and bucket_cap_mb > 0, "a number above 0")
+        require("bucket_cap_mb", bucket_cap_mb, is_number(bucket_cap_mb) and bucket_cap_mb > 0, "a number above 0")
         if process_group is not None and not isinstance(process_group, Communicator):
             raise ConfigurationError(f"process_group: got {type(process_group).__name__}; needs a Communicator")
         self._process_group, self._where, self._feeds_back = process_group, where, error_feedback
         self._cap = bucket_cap_mb * MIB
         self._buckets: list[FlatBucket] = []
         self._errors: dict[FlatBucket, Errors] = {}
+        self._left_out = LeftOut()
         self._own: set[torch.Tensor] = set()  # the parameters of all groups, once they are asked for
         self._entries: dict[torch.Tensor, dict[str, Any]] = {}  # of `state`, as laid out; others were loaded since
         self._exchange: OneBitExchange | None = None
@@ -98,6 +101,10 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def refuse_unlike_weights(self) -> None:
         """Raises TrainingError where the weights are not the same on all ranks, so that no state can be kept."""
 
+    def _stays(self, p: torch.nn.Parameter) -> bool:
+        """Tells if the next step is to leave a parameter as it is: it does not train."""
+        return not p.requires_grad
+
     def _decisive(self) -> dict[str, Any]:
         """The settings that decide when something else is sent; ranks that differ would wait for each other."""
         return {}
@@ -114,6 +121,21 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """Changes counters. A new dictionary, as states refer to the former one."""
         self.param_groups[0]["progress"] = {**self.progress, **changed}
 
+    @property
+    def _betas(self) -> tuple[float, float]:
+        """The betas of all groups, which a schedule may change from step to step."""
+        beta1, beta2 = self.param_groups[0]["betas"]
+        return beta1, beta2
+
+    @property
+    def _eps(self) -> float:
+        """The eps of all groups."""
+        found: float = self.param_groups[0]["eps"]
+        return found
+
+    def _check_groups(self) -> None:
+        check_groups(type(self).__name__, self.param_groups)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, at construction only. Its betas and eps are those of all groups."""
         if self._buckets:
@@ -121,7 +143,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         settings = {**self.defaults, **param_group}
         for name in ("lr", "weight_decay"):
             value = settings[name]
-            fits = (_is_number(value) or isinstance(value, torch.Tensor)) and bool(value >= 0)
+            fits = (is_number(value) or isinstance(value, torch.Tensor)) and bool(value >= 0)
             require(name, value, fits, "a number of at least 0")
         for name in ("betas", "eps"):
             own = self.defaults[name]
@@ -176,8 +198,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
         return Then(within, averaged.wait)
 
     def use(self, world: Communicator, buckets: Buckets) -> None:
-        """Takes an engine's ranks and buckets, of the optimizer's parameters, whose shards are the owners' chunks."""
+        """Takes an engine's ranks and buckets, and makes the exchange. Collective.
+
+        buckets: of the optimizer's parameters; their shards are the owners' chunks.
+        """
         self._given = world, buckets
+        self._ready_exchange()
 
     def _group(self) -> Communicator:
         if self._given is not None:
@@ -188,7 +214,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """Makes the exchange, at its first use. Collective then."""
         if self._exchange is None:
             world = self._group()
+            check_everywhere(world, self._check_groups)
             told = {key: value for key, value in self.defaults.items() if key not in ("lr", "weight_decay")}
+            told |= {"betas": self._betas, "eps": self._eps}
             told |= {"where": self._where, "error_feedback": self._feeds_back, "bucket_cap_mb": self._cap / MIB}
             told |= self._decisive() | self.progress
             told["shapes of params"] = [tuple(p.shape) for group in self.param_groups for p in group["params"]]
@@ -219,7 +247,10 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step; returns what `closure` does, called with gradients on. Collective.
 
-        Raises TrainingError on every rank unless the engine calls `one_bit_hook`.
+        Which parameters train is the same on all ranks; it may change from step to step.
+
+        Raises TrainingError on every rank unless the engine calls `one_bit_hook`; ConfigurationError for groups whose
+        betas or eps differ.
         """
         loss = None
         if closure is not None:
@@ -234,6 +265,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _prepare(self) -> None:
         """Lays the states out, and takes over those that were loaded. Collective at the first step."""
         exchange = self._ready_exchange()
+        self._check_groups()
         if not self._is_hooked and exchange.world.size > 1:
             raise TrainingError(
                 f"{type(self).__name__}: no engine asks it what to reduce; needs register_comm_hook(optimizer, "
@@ -243,6 +275,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self._lay_out(exchange)
         if not self._entries or self._is_loaded():
             self._take_over(exchange)
+        self._note_left_out()
         self.forget_errors()
 
     def _is_loaded(self) -> bool:
@@ -263,6 +296,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def _take_over(self, exchange: OneBitExchange) -> None:
         """Copies loaded states into the arrays, of which each parameter's state is a view from then on."""
+        self._left_out.clear()
         self._has_errors = self._feeds_back and any(_ERROR in entry for entry in self.state.values())
         for bucket in self._buckets:
             mean = torch.zeros(bucket.layout.padded, device=bucket.device)
@@ -280,11 +314,19 @@ class OneBitOptimizer(torch.optim.Optimizer):
             exchange.take_over(self._errors[bucket], mean)
             self._errors[bucket].mask(None)
 
+    def _note_left_out(self) -> None:
+        for bucket, errors in self._errors.items():
+            if self._left_out.note(bucket, [self._stays(p) for p in bucket.parameters], self.keys):
+                errors.mask(None)
+
     def _mask(self) -> None:
-        """Leaves elements out of exchanges whose mean square is zero: those that never had a gradient."""
+        """Leaves elements out of exchanges: those of `_left_out`, and those that never had a gradient.
+
+        The mean square of the latter is zero.
+        """
         for bucket, errors in self._errors.items():
             if errors.masked is None:
-                errors.mask(bucket.masked(bucket.arrays["exp_avg_sq"]))
+                errors.mask(bucket.masked(bucket.arrays["exp_avg_sq"], self._left_out.flags[bucket]))
 
     def _start(
         self,
@@ -367,7 +409,3 @@ def one_bit_hook(optimizer: OneBitOptimizer, bucket: GradBucket) -> Handle:
     ddp.register_comm_hook(optimizer, mpidl.optim.one_bit_hook)
     """
     return optimizer.reduce_gradients(bucket)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -77,12 +77,23 @@ class FlatBucket:
         return self._spans[start, stop]
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """Each parameter's gradient in fp32; None where it has none."""
-        return [None if p.grad is None else p.grad.float() for p in self.parameters]
+        """Each parameter's gradient in fp32; None where it has none, or does not train."""
+        return [p.grad.float() if p.requires_grad and p.grad is not None else None for p in self.parameters]
 
-    def masked(self, array: torch.Tensor) -> torch.Tensor:
-        """The numbers of the elements that are zero, those between the parameters among them: int64."""
-        return (array == 0).nonzero().flatten()
+    def trained(self) -> list[int]:
+        """The numbers of the parameters that train."""
+        return [n for n, p in enumerate(self.parameters) if p.requires_grad]
+
+    def masked(self, array: torch.Tensor, left_out: Sequence[bool]) -> torch.Tensor:
+        """The numbers of the elements that are zero, those between the parameters among them: int64.
+
+        left_out: of each parameter, whether all of its elements are among them too.
+        """
+        flags = array == 0
+        for view, flag in zip(self.views_of(flags), left_out, strict=True):
+            if flag:
+                view.fill_(True)
+        return flags.nonzero().flatten()
 
     def of_group(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The group of each parameter."""

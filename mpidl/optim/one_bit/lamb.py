@@ -92,7 +92,7 @@ class OneBitLamb(FreezingOptimizer):
         if self.frozen_at is None:
             for bucket in self._buckets:
                 gradients = bucket.gradients()
-                advance_moments(bucket, gradients, self.defaults["betas"])
+                advance_moments(bucket, gradients, self._betas)
                 self._descend(bucket, step, [g is not None for g in gradients], None)
             if self._freezes(step):
                 self._set_scalings()
@@ -100,13 +100,14 @@ class OneBitLamb(FreezingOptimizer):
                     bucket.arrays[_FRESH].copy_(bucket.arrays["exp_avg_sq"])
                 self._freeze(step)
         else:
-            self._exchange_momenta(step)
+            with self._left_out.states_kept("exp_avg", _FRESH):
+                self._exchange_momenta(step)
         self._count(steps=step)
 
     def _exchange_momenta(self, step: int) -> None:
         """A step after the freeze."""
         self._mask()
-        beta1, beta2 = self.defaults["betas"]
+        beta1, beta2 = self._betas
         exchanged = []
         for bucket in self._buckets:
             before = bucket.arrays["exp_avg"].clone()
@@ -118,15 +119,16 @@ class OneBitLamb(FreezingOptimizer):
             self._scale(bucket, inverse=True)
             gradient = before.mul_(-beta1).add_(bucket.arrays["exp_avg"]).div_(1 - beta1)
             fresh = bucket.arrays[_FRESH].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            divided = denominators(fresh, 1 - beta2**step, self.defaults["eps"])
-            self._descend(bucket, step, [True] * len(bucket.parameters), bucket.views_of(divided))
+            divided = denominators(fresh, 1 - beta2**step, self._eps)
+            trained = [p.requires_grad for p in bucket.parameters]
+            self._descend(bucket, step, trained, bucket.views_of(divided))
 
     def _descend(
         self, bucket: FlatBucket, step: int, reached: Sequence[bool], fresh: Sequence[torch.Tensor] | None
     ) -> None:
         """Updates the weights of a bucket. fresh: denominators by the fresh v, after the freeze."""
         first, second = self._corrections(step)
-        steady = bucket.views_of(denominators(bucket.arrays["exp_avg_sq"], second, self.defaults["eps"]))
+        steady = bucket.views_of(denominators(bucket.arrays["exp_avg_sq"], second, self._eps))
         groups = bucket.of_group(self.param_groups)
         found = [n for n, flag in enumerate(reached) if flag and bucket.parameters[n].numel()]
         weights = [bucket.parameters[n].float() for n in found]

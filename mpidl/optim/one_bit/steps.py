@@ -28,15 +28,15 @@ def advance_moments(bucket: FlatBucket, gradients: Sequence[torch.Tensor | None]
 
 
 def advance_first_moment(bucket: FlatBucket, gradients: Sequence[torch.Tensor | None], beta1: float) -> torch.Tensor:
-    """m = beta1 m + (1 - beta1) g, where no gradient counts as zeros. Returns the array."""
-    array = bucket.arrays["exp_avg"]
-    array.mul_(beta1)
+    """m = beta1 m + (1 - beta1) g of what trains, where no gradient counts as zeros. Returns the array."""
+    views, trained = bucket.views["exp_avg"], bucket.trained()
+    if trained:
+        torch._foreach_mul_([views[n] for n in trained], beta1)
     found = [n for n, g in enumerate(gradients) if g is not None]
     if found:
-        views = [bucket.views["exp_avg"][n] for n in found]
         given: list[Any] = [gradients[n] for n in found]
-        torch._foreach_add_(views, given, alpha=1 - beta1)
-    return array
+        torch._foreach_add_([views[n] for n in found], given, alpha=1 - beta1)
+    return bucket.arrays["exp_avg"]
 
 
 def advance_range(
@@ -64,14 +64,15 @@ def descend_range(
     """The decay, and w = w - lr m / corrections[0] / (sqrt(v / corrections[1]) + eps), in a range of the array.
 
     groups: of each parameter.
-    scratch: fp32, of at least the elements of the range. Parameters that are not contiguous are left out.
+    scratch: fp32, of at least the elements of the range. Parameters that do not train, or are not contiguous, are left
+        out.
     """
     first, root = corrections[0], math.sqrt(corrections[1])
     for span in bucket.spans(start, stop):
-        p, group = bucket.parameters[span.number].detach(), groups[span.number]
-        if not p.is_contiguous():
+        p, group = bucket.parameters[span.number], groups[span.number]
+        if not (p.requires_grad and p.is_contiguous()):
             continue
-        w, divided = p.view(-1)[span.start : span.stop], scratch[: span.stop - span.start]
+        w, divided = p.detach().view(-1)[span.start : span.stop], scratch[: span.stop - span.start]
         decay([w], [group])
         torch.sqrt(bucket.arrays["exp_avg_sq"][span.of_array], out=divided).add_(eps * root)
         descend(w, bucket.arrays["exp_avg"][span.of_array], divided, float(group["lr"]) * root / first)

@@ -18,7 +18,7 @@ Source: Lu et al. 2022, "Maximizing Communication Efficiency for Large-scale Tra
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,10 @@ class ZeroOneAdam(OneBitOptimizer):
     their decay. Errors are forgotten when local steps begin. State of a parameter: `exp_avg`, `exp_avg_sq`, fp32;
     `error` in a state_dict. While h is above 1, the weights of the last exchange are kept besides, and from the first
     local step on the sum of updates.
+
+    A parameter with requires_grad=False is left as it is, and so is its state. Where it has made local steps since the
+    last exchange, the next one makes it the mean of the ranks' once more. betas and eps are read from the groups, as of
+    `OneBitAdam`.
     """
 
     def __init__(
@@ -80,11 +84,13 @@ class ZeroOneAdam(OneBitOptimizer):
         self._local_after = integer("local_after", local_after, 1)
         self._interval_steps = integer("local_interval_steps", local_interval_steps, 1)
         self._max_interval = integer("max_local_interval", max_local_interval, 1)
-        progress = {"steps": 0, "interval": 1, "renewed": 0, "renewed_at_interval": 0, "local_interval": 1}
+        progress = {"steps": 0, "interval": 1, "renewed": 0, "renewed_at_interval": 0, "beta2_of_v": None}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         exchange = process_group, where, error_feedback, bucket_cap_mb
-        super().__init__(params, defaults, {**progress, "steps_at_interval": 0, "since": 0, "rates": []}, *exchange)
+        local = {"local_interval": 1, "steps_at_interval": 0, "since": 0}
+        super().__init__(params, defaults, {**progress, **local}, *exchange)
         self._weights: dict[FlatBucket, list[torch.Tensor]] = {}  # of the last exchange, while steps are local
+        self._rates: dict[torch.nn.Parameter, float] = {}  # sums, of those that have stepped since the last exchange
 
     def _decisive(self) -> dict[str, Any]:
         found = {"renewals": self._renewals, "local_after": self._local_after}
@@ -111,18 +117,25 @@ class ZeroOneAdam(OneBitOptimizer):
                 f"needs one after {left} more step{'s' if left > 1 else ''}, which exchange"
             )
 
+    def _stays(self, p: torch.nn.Parameter) -> bool:
+        return super()._stays(p) and p not in self._rates
+
     def _update(self) -> None:
         step = self.progress["steps"] + 1
+        with self._left_out.states_kept(*self.keys):
+            self._make_step(step)
+        self._count(steps=step)
+
+    def _make_step(self, step: int) -> None:
         if step > self._local_after:
             self._step_alone(step)
         elif self.averages_gradients:
             for bucket in self._buckets:
-                advance_moments(bucket, _filled(bucket), self.defaults["betas"])
+                advance_moments(bucket, _filled(bucket), self._betas)
             self._count_renewal()
             self._descend_all(step)
         else:
             self._step_by_signs(step)
-        self._count(steps=step)
 
     def _count_renewal(self) -> None:
         """Notes that v is renewed, and doubles the interval after `renewals`."""
@@ -131,7 +144,8 @@ class ZeroOneAdam(OneBitOptimizer):
             now, interval = 0, 2 * interval
         for errors in self._errors.values():
             errors.mask(None)
-        self._count(renewed=self.progress["renewed"] + 1, renewed_at_interval=now, interval=interval)
+        renewed = self.progress["renewed"] + 1
+        self._count(renewed=renewed, beta2_of_v=self._betas[1], renewed_at_interval=now, interval=interval)
 
     def _step_by_signs(self, step: int) -> None:
         """A step by gradients that are averaged in one bit."""
@@ -143,7 +157,7 @@ class ZeroOneAdam(OneBitOptimizer):
             started.append((bucket, array, self._start(bucket, array)))
         for bucket, array, exchange in started:
             exchange.wait()
-            bucket.arrays["exp_avg"].lerp_(array, 1 - self.defaults["betas"][0])
+            bucket.arrays["exp_avg"].lerp_(array, 1 - self._betas[0])
             self._descend(bucket, step)
 
     def _descend_all(self, step: int) -> None:
@@ -153,16 +167,22 @@ class ZeroOneAdam(OneBitOptimizer):
     def _descend(self, bucket: FlatBucket, step: int) -> None:
         """Updates the weights of a bucket by m."""
         divided, groups = bucket.views_of(self._denominators(bucket)), bucket.of_group(self.param_groups)
-        decay(bucket.parameters, groups)
-        for n, (p, group) in enumerate(zip(bucket.parameters, groups, strict=True)):
-            descend(p, bucket.views["exp_avg"][n], divided[n], self._rate(group, step))
+        self._decay(bucket, bucket.parameters)
+        for n in bucket.trained():
+            descend(bucket.parameters[n], bucket.views["exp_avg"][n], divided[n], self._rate(groups[n], step))
+
+    def _decay(self, bucket: FlatBucket, weights: Sequence[torch.Tensor]) -> None:
+        """The decay of those parameters of a bucket that train. weights: theirs, or of the last exchange."""
+        groups, trained = bucket.of_group(self.param_groups), bucket.trained()
+        decay([weights[n] for n in trained], [groups[n] for n in trained])
 
     def _rate(self, group: dict[str, Any], step: int) -> float:
-        return float(group["lr"]) / (1 - self.defaults["betas"][0] ** step)
+        return float(group["lr"]) / (1 - self._betas[0] ** step)
 
     def _denominators(self, bucket: FlatBucket) -> torch.Tensor:
-        correction = 1 - self.defaults["betas"][1] ** self.progress["renewed"]
-        return denominators(bucket.arrays["exp_avg_sq"], correction, self.defaults["eps"])
+        kept = self.progress.get("beta2_of_v")  # which states of before do not have
+        correction = 1 - (self._betas[1] if kept is None else kept) ** self.progress["renewed"]
+        return denominators(bucket.arrays["exp_avg_sq"], correction, self._eps)
 
     # ---- local steps ------------------------------------------------------------------------------------------------
 
@@ -178,49 +198,48 @@ class ZeroOneAdam(OneBitOptimizer):
             groups = bucket.of_group(self.param_groups)
             if since == 1 and interval > 1:
                 self._weights[bucket] = [p.detach().clone() for p in bucket.parameters]
-            momentum = advance_first_moment(bucket, bucket.gradients(), self.defaults["betas"][0])
+            momentum = advance_first_moment(bucket, bucket.gradients(), self._betas[0])
             momentum.index_fill_(0, self._masked(bucket), 0.0)
             bucket.array(_SUM)
-            for n, group in enumerate(groups):
-                bucket.views[_SUM][n].add_(bucket.views["exp_avg"][n], alpha=self._rate(group, step))
+            for n in bucket.trained():
+                p, rate = bucket.parameters[n], self._rate(groups[n], step)
+                bucket.views[_SUM][n].add_(bucket.views["exp_avg"][n], alpha=rate)
+                self._rates[p] = self._rates.get(p, 0.0) + rate
             if interval > 1:
-                decay(self._weights[bucket], groups)
+                self._decay(bucket, self._weights[bucket])
             if since == interval:
                 started.append((bucket, self._start(bucket, bucket.arrays[_SUM])))
             else:
                 self._descend(bucket, step)
-        before = self.progress["rates"] or [0.0] * len(self.param_groups)
-        rates = [sum_ + self._rate(group, step) for sum_, group in zip(before, self.param_groups, strict=True)]
         if since < interval:
-            self._count(since=since, rates=rates)
+            self._count(since=since)
             return
         for bucket, exchange in started:
             exchange.wait()
-            self._apply(bucket, rates)
+            self._apply(bucket)
+        self._rates.clear()
         at_interval = self.progress["steps_at_interval"] + interval
         doubles = at_interval >= self._interval_steps
         self._count(
             since=0,
-            rates=[],
             steps_at_interval=0 if doubles else at_interval,
             local_interval=min(2 * interval, self._max_interval) if doubles else interval,
         )
 
-    def _apply(self, bucket: FlatBucket, rates: list[float]) -> None:
+    def _apply(self, bucket: FlatBucket) -> None:
         """Updates the weights of the last exchange by the mean sum of updates, of which m is the mean."""
-        summed, groups = bucket.views[_SUM], bucket.of_group(self.param_groups)
-        divided = bucket.views_of(self._denominators(bucket))
+        summed, divided = bucket.views[_SUM], bucket.views_of(self._denominators(bucket))
+        stepped = [n for n, p in enumerate(bucket.parameters) if p in self._rates]
         kept = self._weights.pop(bucket, None)
         if kept is None:
-            decay(bucket.parameters, groups)
-        else:
-            torch._foreach_copy_([p.detach() for p in bucket.parameters], kept)
-        numbers = {id(group): number for number, group in enumerate(self.param_groups)}
-        for n, (p, group) in enumerate(zip(bucket.parameters, groups, strict=True)):
+            self._decay(bucket, bucket.parameters)
+        for n in stepped:
+            p = bucket.parameters[n]
+            if kept is not None:
+                p.copy_(kept[n])
             descend(p, summed[n], divided[n], 1.0)
-            rate = rates[numbers[id(group)]]
-            if rate > 0:
-                torch.div(summed[n], rate, out=bucket.views["exp_avg"][n])
+            if self._rates[p] > 0:
+                torch.div(summed[n], self._rates[p], out=bucket.views["exp_avg"][n])
         bucket.arrays[_SUM].zero_()
 
     def _masked(self, bucket: FlatBucket) -> torch.Tensor:
@@ -231,6 +250,7 @@ class ZeroOneAdam(OneBitOptimizer):
     def _take_over(self, exchange: OneBitExchange) -> None:
         super()._take_over(exchange)
         self._weights.clear()
+        self._rates.clear()
         for bucket in self._buckets:
             bucket.drop(_SUM)
 

@@ -74,6 +74,7 @@ class ReplicatedSteps(InnerOptimizer):
         for number, shard in enumerate(self._shards):
             views = shard.layout.views(self._gradients.whole(number), [p.shape for p in shard.parameters])
             for p, view in zip(shard.parameters, views, strict=True):
+                self._whole[p].requires_grad_(p.requires_grad)  # the optimizer leaves frozen ones as they are
                 self._whole[p].grad = None if self._slices[p].values.grad is None else view
         self.optimizer.step()
         for whole in self._whole.values():

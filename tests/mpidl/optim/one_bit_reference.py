@@ -1,6 +1,7 @@
 """The optimizers that send one bit an element, in float64 numpy: all ranks in one process, by the papers' formulas.
 
-A state is an array of a parameter's elements, or of a rank's. `exchange` has the chunks and their owners.
+A state is an array of a parameter's elements, or of a rank's. `exchange` has the chunks and their owners. Before each
+step the learning rate, betas and eps may be set, and which parameters do not train.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Exchange:
         values = np.stack([self.flat(each) for each in of_nodes]) * kept
         if self.nodes == 1:
             return self.parts(values[0])
-        values += self.errors
+        values += self.errors * kept
         result, left = np.zeros(self.layout.padded), np.zeros_like(values)
         for chunks in self.chunks():
             for chunk, owner in chunks:
@@ -91,24 +92,35 @@ class Adam:
         )
         self.m, self.v = [np.zeros_like(x) for x in weights], [np.zeros_like(x) for x in weights]
         self.b1, self.b2, self.eps, self.t = 0.9, 0.999, 1e-8, 0
+        self.b2_of_v = self.b2
+        self.still: set[int] = set()  # the numbers of the parameters that do not train
 
     def step(self, of_nodes: Sequence[Arrays]) -> None:
         """A step by the gradients of each node."""
         self.t += 1
         self._advance(of_nodes)
-        first, second = 1 - self.b1**self.t, 1 - self.b2 ** min(self.t, self.freeze)
-        for w, m, v in zip(self.w, self.m, self.v, strict=True):
-            w -= self.lr * (m / first / (np.sqrt(v / second) + self.eps) + self.wd * w)
+        first, second = 1 - self.b1**self.t, 1 - self.b2_of_v ** min(self.t, self.freeze)
+        for n, (w, m, v) in enumerate(zip(self.w, self.m, self.v, strict=True)):
+            if n not in self.still:
+                w -= self.lr * (m / first / (np.sqrt(v / second) + self.eps) + self.wd * w)
 
     def _advance(self, of_nodes: Sequence[Arrays]) -> None:
         b1, b2 = self.b1, self.b2
         if self.t <= self.freeze:
             mean = [np.mean(each, 0) for each in zip(*of_nodes, strict=True)]
-            self.m = [b1 * m + (1 - b1) * g for m, g in zip(self.m, mean, strict=True)]
-            self.v = [b2 * v + (1 - b2) * g * g for v, g in zip(self.v, mean, strict=True)]
+            self.m = self._moved(self.m, [b1 * m + (1 - b1) * g for m, g in zip(self.m, mean, strict=True)])
+            self.v = self._moved(self.v, [b2 * v + (1 - b2) * g * g for v, g in zip(self.v, mean, strict=True)])
+            self.b2_of_v = b2
             return
         local = [[b1 * m + (1 - b1) * g for m, g in zip(self.m, each, strict=True)] for each in of_nodes]
-        self.m = self.exchange.mean(local, [v > 0 for v in self.v])
+        self.m = self._moved(self.m, self.exchange.mean(local, self._used()))
+
+    def _used(self) -> Arrays:
+        return [(v > 0) & (n not in self.still) for n, v in enumerate(self.v)]
+
+    def _moved(self, before: Arrays, after: Arrays) -> Arrays:
+        """The new values of the parameters that train, and the former ones of the others."""
+        return [before[n] if n in self.still else after[n] for n in range(len(after))]
 
 
 class ZeroOne(Adam):
@@ -137,7 +149,7 @@ class ZeroOne(Adam):
         self.of_nodes = [[x.copy() for x in weights] for _ in range(exchange.nodes)]
         self.m_of = [[np.zeros_like(x) for x in weights] for _ in range(exchange.nodes)]
         self.sums = [[np.zeros_like(x) for x in weights] for _ in range(exchange.nodes)]
-        self.anchor, self.rates = [x.copy() for x in weights], 0.0
+        self.anchor, self.rates = [x.copy() for x in weights], [0.0] * len(weights)
 
     def step(self, of_nodes: Sequence[Arrays]) -> None:
         self.t += 1
@@ -148,22 +160,23 @@ class ZeroOne(Adam):
         self.w = self.of_nodes[0]
 
     def _scale(self) -> Arrays:
-        return [np.sqrt(v / (1 - self.b2**self.renewed)) + self.eps for v in self.v]
+        return [np.sqrt(v / (1 - self.b2_of_v**self.renewed)) + self.eps for v in self.v]
 
     def _together(self, of_nodes: Sequence[Arrays]) -> None:
         if self.t % self.interval == 0:
             mean = [np.mean(each, 0) for each in zip(*of_nodes, strict=True)]
-            self.v = [self.b2 * v + (1 - self.b2) * g * g for v, g in zip(self.v, mean, strict=True)]
+            b2 = self.b2_of_v = self.b2
+            self.v = self._moved(self.v, [b2 * v + (1 - b2) * g * g for v, g in zip(self.v, mean, strict=True)])
             self.renewed, self.at_interval = self.renewed + 1, self.at_interval + 1
             if self.at_interval == self.renewals:
                 self.interval, self.at_interval = 2 * self.interval, 0
         else:
-            mean = self.exchange.mean(of_nodes, [v > 0 for v in self.v])
-        self.m = [self.b1 * m + (1 - self.b1) * g for m, g in zip(self.m, mean, strict=True)]
-        rate = self.lr / (1 - self.b1**self.t)
-        self.w = [
-            (1 - self.lr * self.wd) * w - rate * m / d for w, m, d in zip(self.w, self.m, self._scale(), strict=True)
-        ]
+            mean = self.exchange.mean(of_nodes, self._used())
+        b1, decay = self.b1, 1 - self.lr * self.wd
+        self.m = self._moved(self.m, [b1 * m + (1 - b1) * g for m, g in zip(self.m, mean, strict=True)])
+        rate = self.lr / (1 - b1**self.t)
+        stepped = [decay * w - rate * m / d for w, m, d in zip(self.w, self.m, self._scale(), strict=True)]
+        self.w = self._moved(self.w, stepped)
         self.of_nodes = [[w.copy() for w in self.w] for _ in self.of_nodes]
         self.m_of = [[m.copy() for m in self.m] for _ in self.m_of]
         self.anchor = [w.copy() for w in self.w]
@@ -173,11 +186,13 @@ class ZeroOne(Adam):
             self.exchange.errors[:] = 0.0
         self.since += 1
         rate, decay = self.lr / (1 - self.b1**self.t), 1 - self.lr * self.wd
-        self.rates += rate
-        scales, used = self._scale(), [v > 0 for v in self.v]
-        self.anchor = [decay * w for w in self.anchor]
+        self.rates = [rates + rate * (n not in self.still) for n, rates in enumerate(self.rates)]
+        scales, used = self._scale(), [(v > 0) & (rates > 0) for v, rates in zip(self.v, self.rates, strict=True)]
+        self.anchor = self._moved(self.anchor, [decay * w for w in self.anchor])
         for node, gradients in enumerate(of_nodes):
             for n, g in enumerate(gradients):
+                if n in self.still:
+                    continue
                 self.m_of[node][n] = (self.b1 * self.m_of[node][n] + (1 - self.b1) * g) * used[n]
                 self.sums[node][n] += rate * self.m_of[node][n]
                 self.of_nodes[node][n] = decay * self.of_nodes[node][n] - rate * self.m_of[node][n] / scales[n]
@@ -186,9 +201,12 @@ class ZeroOne(Adam):
         mean = self.exchange.mean(self.sums, used)
         self.anchor = [w - s / d for w, s, d in zip(self.anchor, mean, scales, strict=True)]
         self.of_nodes = [[w.copy() for w in self.anchor] for _ in self.of_nodes]
-        self.m_of = [[s / self.rates for s in mean] for _ in self.m_of]
+        self.m_of = [
+            [s / rates if rates else m for s, m, rates in zip(mean, each, self.rates, strict=True)]
+            for each in self.m_of
+        ]
         self.sums = [[np.zeros_like(s) for s in mean] for _ in self.sums]
-        self.rates, self.since = 0.0, 0
+        self.rates, self.since = [0.0] * len(mean), 0
         self.local_steps += self.h
         if self.local_steps >= self.interval_steps:
             self.h, self.local_steps = min(2 * self.h, self.largest), 0
@@ -201,6 +219,7 @@ class Lamb(Adam):
         super().__init__(weights, exchange, freeze_step, lr, wd)
         self.eps, count = 1e-6, len(weights)
         self.averages, self.factors, self.scalings = [0.0] * count, [1.0] * count, [1.0] * count
+        self.measured = [0] * count
         self.fresh: Arrays = []
 
     def step(self, of_nodes: Sequence[Arrays]) -> None:
@@ -214,11 +233,14 @@ class Lamb(Adam):
                 [s * (b1 * m + (1 - b1) * g) for s, m, g in zip(self.scalings, self.m, each, strict=True)]
                 for each in of_nodes
             ]
-            mean = self.exchange.mean(local, [v > 0 for v in self.v])
-            self.m = [m / s for m, s in zip(mean, self.scalings, strict=True)]
-        first, second = 1 - self.b1**self.t, 1 - self.b2 ** min(self.t, self.freeze)
+            mean = self.exchange.mean(local, self._used())
+            self.m = self._moved(self.m, [m / s for m, s in zip(mean, self.scalings, strict=True)])
+        first, second = 1 - self.b1**self.t, 1 - self.b2_of_v ** min(self.t, self.freeze)
         steady = [np.sqrt(v / second) + self.eps for v in self.v]
         for n, w in enumerate(self.w):
+            if n in self.still:
+                continue
+            self.measured[n] += self.t <= self.freeze
             update = self.m[n] / first / steady[n] + self.wd * w
             if self.t <= self.freeze:
                 ratio = float(np.linalg.norm(w) / np.linalg.norm(update))
@@ -229,7 +251,7 @@ class Lamb(Adam):
                 found = float((steady[n] / (np.sqrt(self.fresh[n] / (1 - self.b2**self.t)) + self.eps)).max())
                 near = min(max(found, 0.9 * self.factors[n]), 1.1 * self.factors[n])
                 self.factors[n] = min(max(near, 0.5), 4.0)
-                ratio = self.averages[n] / (1 - 0.9**self.freeze) * self.factors[n]
+                ratio = self.averages[n] / (1 - 0.9 ** self.measured[n]) * self.factors[n]
             w -= self.lr * ratio * update
         if self.t == self.freeze:
             roots = [float(np.sqrt((m**2).mean())) for m in self.m]
