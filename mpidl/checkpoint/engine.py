@@ -45,8 +45,10 @@ class Engine:
 
     model: the plain one inside wrappers.
     kind: "plain", "ddp", "zero1", "zero2" or "zero3".
+    replaces: the weights and the optimizer's state are replaced, and not read.
 
-    Raises ConfigurationError for a model and an optimizer that do not belong together.
+    Raises ConfigurationError for a model and an optimizer that do not belong together; unless `replaces`, TrainingError
+    on every rank where each has weights of its own (`optim.ZeroOneAdam`).
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Engine:
         process_group: Communicator | None,
         mesh: Mesh | None = None,
         needed: str = "mesh=",
+        replaces: bool = False,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise ConfigurationError(f"model: got {type(model).__name__}; needs a torch.nn.Module")
@@ -69,8 +72,10 @@ class Engine:
             self.optimizer, self.averager = optimizer.optimizer, optimizer.averager
         self.zero = _zero_of(self.model, self.optimizer)
         self.owned = None if self.zero is None else self.zero.owned_state()
-        if isinstance(self.optimizer, OneBitOptimizer):
-            self.optimizer.gather_errors()  # collective, as `owned_state` is
+        if not replaces:
+            self._refuse_unlike_weights()
+            if isinstance(self.optimizer, OneBitOptimizer):
+                self.optimizer.gather_errors()  # collective, as `owned_state` is
         averages = getattr(self.averager, "process_group", None)
         if self.owned is not None:
             self.comm = self.owned.comm
@@ -209,6 +214,13 @@ class Engine:
     def _kept_buffers(self) -> Iterable[tuple[str, torch.Tensor]]:
         kept = _persistent(self.model)
         return [(name, b) for name, b in self.model.named_buffers() if name in kept]
+
+    def _refuse_unlike_weights(self) -> None:
+        hooked, *_ = self._hook()  # also where the model is given alone
+        if isinstance(hooked, OneBitOptimizer):
+            hooked.refuse_unlike_weights()
+        if self.owned is not None:
+            self.owned.refuse_unlike_weights()
 
     def _check_values(self) -> None:
         own = set() if self.owned is None else {part.parameter for part in self.owned.slices()}
@@ -355,15 +367,17 @@ def engine_of(
     process_group: Communicator | None,
     mesh: Any,
     needed: str = "mesh=, so that every part is kept",
+    replaces: bool = False,
 ) -> Engine:
     """Makes the view, also of a part of a model that lies over a mesh. Collective.
 
     needed: what to give instead of a group that has a part of the model alone.
+    replaces: as of `Engine`.
     """
     mesh = checked("checkpoint", process_group, mesh)
     if mesh is None:
-        return Engine(model, optimizer, process_group, needed=needed).join_parts()
-    return together(mesh.comm, lambda: Engine(model, optimizer, None, mesh)).join_parts()
+        return Engine(model, optimizer, process_group, needed=needed, replaces=replaces).join_parts()
+    return together(mesh.comm, lambda: Engine(model, optimizer, None, mesh, replaces=replaces)).join_parts()
 
 
 def _zero_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> ZeroOptimizer | None:

@@ -81,7 +81,7 @@ def load(
     CheckpointMismatch for what is of another model or training, and then has changed nothing; ConfigurationError for
     arguments that do not fit.
     """
-    engine = engine_of(model, optimizer, process_group, mesh)
+    engine = engine_of(model, optimizer, process_group, mesh, replaces=optimizer is not None)
     comm = engine.whole
     wait(model)
     check_settings_agree(comm, "checkpoint.load", {"path": str(path), "engine": engine.kind, "verify": verify})

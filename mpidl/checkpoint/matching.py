@@ -16,6 +16,7 @@ import torch
 from ..errors import CheckpointError, CheckpointMismatch, ConfigurationError, listed
 from ..mesh.placement import Cut
 from ..optim.elementwise_state import mark_replicated, saved_state
+from ..optim.one_bit import OneBitOptimizer
 from . import compression_state, cuts, json_encoding, stateful_checks
 from .collect import IMPLEMENTATION, rank_name
 from .engine import Engine
@@ -90,6 +91,8 @@ class ReadPlan:
                 entry[key] = value
             if entry:
                 states[held.key] = entry
+        if isinstance(optimizer, OneBitOptimizer):
+            optimizer.gather_errors()  # notes that the loaded states have theirs; nothing is sent
         if engine.owned is not None and "steps" in self.index.about["optimizer"]:
             engine.owned.steps = self.index.about["optimizer"]["steps"]
 

@@ -36,7 +36,8 @@ class Adam8bit(torch.optim.Optimizer):
         v = beta2 * v + (1 - beta2) * g * g;     v' = v / (1 - beta2^t)
         w = w - lr * m' / (sqrt(v') + eps)
 
-    in fp32, of which m and v are then rounded to 8 bits. Those of parameters of fewer than 4096 elements stay in fp32.
+    in fp32, of which m and v are then rounded to 8 bits, v above 0 to a value above 0, unlike in the source (see
+    `blockwise`). Those of parameters of fewer than 4096 elements stay in fp32.
 
     params: parameters or groups of them.
     maximize: goes up the gradient.

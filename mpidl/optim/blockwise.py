@@ -2,17 +2,23 @@
 
     values   [ 0 .. 255 | 256 .. 511 | ... ]      any floating dtype, flat
     scale    [    s0    |     s1     | ... ]      fp32, the value of largest magnitude, with its sign
-    codes    [ uint8 ..                    ]      the nearest of book * s
+    codes    [ uint8 ..                    ]      the nearest of book * s; 0 of non-negative numbers is for 0 alone
 
 The books hold 256 values that lie closer the smaller they are, over seven powers of ten. As the signed one has 1 but
 not -1, the scale takes the sign of the largest value, which therefore is exact; so what was decoded is encoded to the
 same codes and scales again (of blocks whose scale is above 1e-30).
 
+Non-negative numbers are second moments v, by whose roots Adam divides. Dettmers et al. round the smallest to 0 as well,
+those below 1.6e-7 of their block's largest. The first moment of the same element is kept at that size, and divided by
+eps alone: one step of thousands of learning rates. Here every v above 0 takes a value above 0, so that steps of such
+elements are shorter than Adam's.
+
 Encoding looks up the first 16 bits of a quotient: at most one border between two codes lies among the numbers that
 begin with them, and one comparison decides. That is exact, and on a CPU far faster than a search.
 
-Source: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", sections 2 and 3 (dynamic tree
-quantisation, without its sign bit for what is never negative).
+Sources: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", sections 2 and 3 (dynamic tree
+quantisation, without its sign bit for what is never negative); Li et al. 2023, "Memory Efficient Optimizers with 4-bit
+States" (the zero of v).
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ class Book:
     values: fp32 [256], ascending.
     signed: also of negative numbers.
     first, border: by the first 16 bits of a number of -1 .. 1, as uint8 and fp32 [65536]: the code of the lowest such
-    number, and the border above which the next code is nearer.
+    number, and the border above which the next code is taken.
     """
 
     values: torch.Tensor
@@ -47,6 +53,8 @@ def book(signed: bool, device: torch.device) -> Book:
     """Makes the code book of signed or of non-negative numbers."""
     values = _tree(signed)
     borders = (values[1:] + values[:-1]) / 2
+    if not signed:
+        borders[0] = 0.0  # no v above 0 is rounded to 0
     halves = np.arange(65536)
     if signed:  # as int16 from lowest to highest
         halves = (halves - 32768) & 0xFFFF

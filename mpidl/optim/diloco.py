@@ -49,7 +49,7 @@ class DiLoCo(PostLocalSGDOptimizer):
     overlap: tau, inner steps for which a fragment is reduced meanwhile, below period / fragments.
     mixing: alpha, the share of a rank's own weights when they merge: theta = theta_0 + alpha (theta - theta_0).
     compress: None, or what pseudo-gradients are sent in: "bf16", "int8" or "int4" (`gradients.compression`), each of
-        whose methods keeps fp32 errors.
+        whose methods keeps fp32 errors. None or "bf16" if parameters are cut over tp.
     error_feedback: add what rounding left to the next one.
     warmup_steps: steps that come first, in which gradients are averaged over all ranks, by DistributedDataParallel with
         `PostLocalSGDState(..., averager=optimizer.averager)` and `post_local_sgd_hook`; outer steps begin after them.

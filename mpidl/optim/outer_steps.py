@@ -21,12 +21,13 @@ from collectives import Communicator
 
 from ..errors import ConfigurationError, TrainingError
 from ..job.agreement import check_everywhere, is_anywhere
+from ..mesh.placement import placement
 from ..optimizer_trial import comparable
 from ..partial_steps import bring_back
 from ..replicas.checksums import checksum, difference
 from ..replicas.start_check import check_settings_agree
 from ..setting_checks import integer, require
-from .rank_mean import METHODS, PendingMean, RankMean, across
+from .rank_mean import METHODS, PendingMean, RankMean, across, is_elementwise
 
 
 class OuterSteps:
@@ -55,6 +56,7 @@ class OuterSteps:
 
         check_everywhere(comm, lambda: self._check(inner, comm, node, outer_class, period, fragments, overlap))
         check_everywhere(comm, lambda: _check_kinds(mixing, compress, error_feedback))
+        check_everywhere(comm, lambda: _refuse_tp(compress, inner.param_groups))
         check_everywhere(comm, lambda: self._check_warmup(warmup_steps))
         self.period, self.fragments, self.overlap = period, fragments, overlap
         node = node if self._zero is None else self._zero.process_group
@@ -302,6 +304,23 @@ def _check_kinds(mixing: Any, compress: Any, error_feedback: Any) -> None:
     fits = compress is None or compress in METHODS
     require("compress", compress, fits, f"one of {', '.join(METHODS)}, or None")
     require("error_feedback", error_feedback, isinstance(error_feedback, bool), "True or False")
+
+
+def _refuse_tp(compress: str | None, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ConfigurationError for a method that would round values that all ranks of tp hold differently on each.
+
+    As `gradients.compression.refusals.refuse_mesh` does, which is given a mesh.
+    """
+    if compress is None or is_elementwise(compress):
+        return
+    for number, group in enumerate(groups):
+        for p in group["params"]:
+            if "tp" in placement(p).axes:
+                raise ConfigurationError(
+                    f"compress: {compress} rounds a value by others in its fragment, and a parameter of shape "
+                    f"{tuple(p.shape)} in group {number} is cut over tp, so that what is whole on every rank of tp "
+                    "would differ between them; needs bf16 or None, or tp=1"
+                )
 
 
 def _views(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -154,8 +154,8 @@ class RankMean:
         found: list[torch.Tensor | None] = []
         for number, size in enumerate(self.sizes):
             own = self._errors.get(number)
-            if in_flight is not None and in_flight.number == number and self.feedback:
-                own = in_flight.error
+            if in_flight is not None and in_flight.number == number and in_flight.error is not None:
+                own = in_flight.error  # of one that was loaded it is among the errors
             if own is None:  # on all ranks
                 found.append(None)
                 continue
@@ -193,6 +193,11 @@ class _AtOnce:
 
 
 _COMPLETE: Any = ()
+
+
+def is_elementwise(compress: str) -> bool:
+    """Returns True if one of METHODS rounds each value by itself."""
+    return _compressor(compress).elementwise
 
 
 def _compressor(name: str) -> OwnedCompressor:

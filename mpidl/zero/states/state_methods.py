@@ -72,6 +72,7 @@ def load_model_state(parts: Parts, state_dict: Mapping[str, torch.Tensor]) -> No
 def optimizer_state(parts: Parts, outer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of the plain optimizer with outer's groups, on rank 0; `absent_state` on the others. Collective."""
     flush(parts)
+    parts.inner.refuse_unlike_weights()
     _cut_state(parts)
     return state.gather_optimizer(parts.shard_group, outer, parts.inner, parts.slices)
 

@@ -110,8 +110,8 @@ class ReplicatedSteps(InnerOptimizer):
             )
 
     def cut_state(self) -> None:
-        """Shows the mean errors among the states, until the next step. Collective."""
-        if self._is_loaded():
+        """Shows the mean errors among the states, until the next step; none between two exchanges. Collective."""
+        if self._is_loaded() or not getattr(self.optimizer, "is_synchronised", True):
             return
         self.optimizer.gather_errors()
         for p, part in self._slices.items():

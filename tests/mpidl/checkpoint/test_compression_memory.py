@@ -80,7 +80,10 @@ def made(comm: Any, engine: str, method: str | None) -> tuple[Any, Any, Any]:
 @pytest.mark.parametrize("method", ["int4", "dgc:0.1"])
 @pytest.mark.parametrize("engine", ["ddp", "stage 2", "stage 3"])
 def test_remainders_take_a_share_and_a_bucket_in_checkpoints(comm, shared: Path, engine: str, method: str) -> None:
-    """The remainders are 24 layers on every rank of a node; dgc has as much of velocities."""
+    """The remainders are 24 layers on every rank of a node; dgc has as much of velocities.
+
+    ZeRO gives the loaded ones to its buckets at once, DDP in the next pass.
+    """
     peaks: dict[tuple[str, bool], int] = {}
 
     def step(call: Any, optimizer: Any, number: int) -> None:
@@ -104,11 +107,15 @@ def test_remainders_take_a_share_and_a_bucket_in_checkpoints(comm, shared: Path,
     rows = 2 if method.startswith("dgc") else 1
     share, bucket = rows * (LAYERS / comm.size + 1) * LAYER, rows * LAYERS_OF_A_BUCKET * LAYER
     parts = comm.local_size if comm.nodes > 1 else 1  # between nodes the ranks of a node divide the remainders
-    assert storage_bytes(reduction.held_tensors()) >= 0.9 * rows * LAYERS * LAYER / parts
-    assert storage_bytes(loaded.held_tensors()) <= share
+    remainders = rows * LAYERS * LAYER / parts
+    assert storage_bytes(reduction.held_tensors()) >= 0.9 * remainders
+    assert storage_bytes(loaded.held_tensors()) <= (share if engine == "ddp" else 1.1 * remainders)
     found, expected = loaded.state_dict(), reduction.state_dict()
     assert any(mean.any() for mean in expected["remainders"].values())
     for name, mean in expected["remainders"].items():
         assert torch.equal(found["remainders"][name], mean), name
     assert peaks["save", True] - peaks["save", False] <= share + bucket
-    assert peaks["load", True] - peaks["load", False] <= share + LAYER  # of velocities a whole tensor is read at a time
+    # A bucket, its means, and one of these; padding is a hundredth.
+    placed = 0 if engine == "ddp" else 1.01 * (remainders + 2 * bucket + rows * LAYER)
+    # Of velocities a whole tensor is read at a time.
+    assert peaks["load", True] - peaks["load", False] <= share + LAYER + placed

@@ -34,6 +34,14 @@ def make_model() -> nn.Module:
 # ---- codes ------------------------------------------------------------------------------------------------
 
 
+def distances(quotients: np.ndarray, signed: bool) -> np.ndarray:
+    """Distances to every value of the book: that of 0 is infinite to numbers above it, if all are non-negative."""
+    found = np.abs(quotients[..., None] - book(signed, CPU).values.double().numpy())
+    if not signed:
+        found[..., 0][quotients > 0] = np.inf
+    return found
+
+
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_are_the_nearest_of_the_book(signed: bool) -> None:
     values = book(signed, CPU).values.double().numpy()
@@ -48,12 +56,13 @@ def test_codes_are_the_nearest_of_the_book(signed: bool) -> None:
     given = np.concatenate([given, np.resize(np.concatenate(near), (3, BLOCK))]).astype(np.float32)
     given = given if signed else np.abs(given)
     given[:, 0] = 1.0
+    given[1, 1:4] = 0.0, 1e-44, 1e-12
     given = np.clip(given, -1, 1)
     codes, scales = torch.empty(given.size, dtype=torch.uint8), torch.empty(len(given), 1)
     encode(torch.from_numpy(given.copy()).view(-1), codes, scales, signed)
     assert (scales == 1).all()
     found = np.abs(values[codes.numpy()].reshape(given.shape) - given)
-    nearest = np.abs(values[None, None] - given[..., None]).min(-1)
+    nearest = distances(given, signed).min(-1)
     np.testing.assert_allclose(found, nearest, rtol=0, atol=1.2e-7)  # a border of fp32
 
 
@@ -84,7 +93,7 @@ def test_what_was_decoded_is_encoded_to_the_same_bits(signed: bool) -> None:
 
 
 def through_8_bits(values: np.ndarray, signed: bool) -> np.ndarray:
-    """Rounds as the paper does, in float64, by a search of the whole book."""
+    """Rounds as the paper does, but v above 0 never to 0, in float64, by a search of the whole book."""
     known = book(signed, CPU).values.double().numpy()
     padded = np.zeros(blocks(values.size) * BLOCK)
     padded[: values.size] = values.reshape(-1)
@@ -92,7 +101,7 @@ def through_8_bits(values: np.ndarray, signed: bool) -> np.ndarray:
     places = np.abs(rows).argmax(1)
     scales = np.take_along_axis(rows, places[:, None], 1)
     quotients = rows / np.where(scales == 0, 1, scales)
-    codes = np.abs(quotients[..., None] - known).argmin(-1)
+    codes = distances(quotients, signed).argmin(-1)
     return (known[codes] * scales).reshape(-1)[: values.size].reshape(values.shape)
 
 
@@ -130,6 +139,25 @@ def test_weights_follow_the_formula(kind: Any, decay: float, maximize: bool) -> 
         assert off.max() < 2e-2
         kept = optimizer.state[p]["exp_avg"].dtype
         assert kept == (torch.uint8 if n < 2 else torch.float32)
+
+
+@pytest.mark.parametrize("small", [1e-2, 1e-3, 1e-4, 1e-6])
+def test_steps_are_as_long_as_adam_s_where_gradients_in_a_block_differ_widely(small: float) -> None:
+    """A second moment that is rounded to 0 next to a first one that is not makes a step of thousands of lr."""
+    sizes = torch.full((4096,), small)
+    sizes[::BLOCK] = 1.0
+
+    def longest(kind: Any) -> float:
+        p, random, found = nn.Parameter(torch.zeros(4096)), torch.Generator().manual_seed(0), 0.0
+        optimizer = kind([p], lr=1e-3)
+        for _ in range(200):
+            before = p.detach().clone()
+            p.grad = torch.randn(4096, generator=random) * sizes
+            optimizer.step()
+            found = max(found, float((p.detach() - before).abs().max()) / 1e-3)
+        return found
+
+    assert longest(Adam8bit) < 2.5 * longest(torch.optim.Adam)
 
 
 def test_it_stays_near_adamw_and_takes_a_quarter_of_the_memory() -> None:

@@ -80,6 +80,58 @@ def test_what_has_stepped_goes_on_from_a_loaded_state_like_what_has_not(
     assert torch.equal(*made)
 
 
+LOCAL: dict[str, Any] = {"renewals": 2, "local_after": 4, "local_interval_steps": 2}  # exchanges at 5, 6, 8, 12
+
+
+@engines
+@pytest.mark.parametrize("saved_at", [3, 6, 8])
+def test_a_load_between_exchanges_goes_on_like_one_into_a_new_engine(
+    comm: Communicator, engine: str, saved_at: int, tmp_path: Path
+) -> None:
+    """After step 11 each rank has weights of its own, which a load replaces, and nothing else may read."""
+    folder = Path(broadcast_object(comm, str(tmp_path)))
+
+    def after(steps: int) -> Training:
+        training = Training(comm, engine, mpidl.optim.ZeroOneAdam, Slopes(), lr=0.01, **LOCAL)
+        training.run(0, steps)
+        return training
+
+    first = after(saved_at)
+    mpidl.checkpoint.save(folder, first.called, first.optimizer, step=saved_at)
+    made = []
+    for steps in (0, 11):
+        second = after(steps)
+        if steps:
+            assert not second.inner.is_synchronised
+            with pytest.raises(mpidl.TrainingError, match="a state after step 11, when each rank has weights of its"):
+                mpidl.checkpoint.save(folder, second.called, second.optimizer, step=steps)
+            with pytest.raises(mpidl.TrainingError, match="a state after step 11, when each rank has weights of its"):
+                mpidl.checkpoint.load(folder, second.called)  # the weights alone
+        mpidl.checkpoint.load(folder, second.called, second.optimizer)
+        assert second.inner.is_synchronised
+        second.check_equal_on_all_ranks()
+        assert torch.equal(second.weights(), first.weights())
+        second.optimizer.state_dict()  # the loaded state, which every rank has
+        second.run(saved_at, 12 - saved_at)
+        second.check_equal_on_all_ranks()
+        made.append(second.weights())
+    assert torch.equal(*made)
+
+
+@engines
+def test_a_load_between_exchanges_that_fails_changes_nothing(comm: Communicator, engine: str, tmp_path: Path) -> None:
+    folder = Path(broadcast_object(comm, str(tmp_path)))
+    made = [Training(comm, engine, mpidl.optim.ZeroOneAdam, Slopes(), lr=0.01, **LOCAL) for _ in range(2)]
+    mpidl.checkpoint.save(folder, Slopes(), process_group=comm)
+    for training in made:
+        training.run(0, 11)
+    with pytest.raises(mpidl.CheckpointError, match="was saved without an optimizer"):
+        mpidl.checkpoint.load(folder, made[0].called, made[0].optimizer)
+    for training in made:
+        training.run(11, 4)
+    assert torch.equal(*(training.weights() for training in made))
+
+
 @engines
 @classes
 def test_the_state_of_another_optimizer_is_refused(comm: Communicator, engine: str, name: str) -> None:
@@ -150,3 +202,24 @@ def test_weights_and_gradients_of_each_rank_are_not_the_model_s(comm: Communicat
                 training.optimizer.gradients()
         training.optimizer.step()
         training.optimizer.zero_grad()
+
+
+@classes
+def test_ranks_may_run_the_backward_passes_of_several_engines_in_another_order(comm: Communicator, name: str) -> None:
+    """From the first pass on, over the freeze: each engine has its own Communicators."""
+    found = []
+    for turns in (False, True):
+        settings = {"lr": 0.01, "bucket_cap_mb": 1e-4, **CLASSES[name][1]}
+        made = [Training(comm, "stage 1", CLASSES[name][0], Slopes(), **settings) for _ in range(2)]
+        for step in range(12):
+            order = (1, 0) if turns and (comm.rank + step) % 2 else (0, 1)
+            # Autograd goes through what was computed last first.
+            losses = {n: made[n].called([g.float() for g in slopes(step + 50 * n, comm.rank)]) for n in order}
+            (losses[0] + losses[1]).backward()
+            for each in made:
+                each.optimizer.step()
+                each.optimizer.zero_grad()
+        for each in made:
+            each.check_equal_on_all_ranks()
+        found.append(torch.stack([each.weights() for each in made]))
+    assert torch.equal(*found)
