@@ -12,6 +12,7 @@ from torch import nn
 import mpidl
 from collectives import Communicator
 from mpidl.optim.one_bit import OneBitOptimizer
+from tests.mpidl.optim import one_bit_reference as reference
 
 ENGINES = ("ddp", "stage 1")
 SHAPES = [(5, 3), (40,), (1,), (9, 11)]
@@ -111,3 +112,22 @@ CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "lamb": (mpidl.optim.OneBitLamb, {"freeze_step": 4}),
 }
 classes = pytest.mark.parametrize("name", CLASSES)
+
+
+FREEZE = 6  # the step in which v of `with_reference` stays
+SCHEDULE = {"renewals": 2, "local_after": 8, "local_interval_steps": 2, "max_local_interval": 4}
+
+
+def with_reference(comm: Communicator, engine: str, name: str, where: str = "everywhere") -> tuple[Training, Any, int]:
+    """Training, its reference in float64, and the number of nodes that exchange."""
+    nodes = nodes_of(comm, where)
+    exchange = reference.Exchange(SHAPES, comm.size, nodes)
+    settings: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "where": where}
+    if name == "zero_one":
+        expected: Any = reference.ZeroOne(start(), exchange, 0.01, 0.1, *SCHEDULE.values())
+        settings |= SCHEDULE
+    else:
+        kind = reference.Adam if name == "adam" else reference.Lamb
+        expected = kind(start(), exchange, FREEZE, 0.01, 0.1)
+        settings["freeze_step"] = FREEZE
+    return Training(comm, engine, CLASSES[name][0], Slopes(), **settings), expected, nodes

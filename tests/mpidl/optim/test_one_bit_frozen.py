@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 from collectives import Communicator
-from tests.mpidl.optim import one_bit_reference as reference
-from tests.mpidl.optim.one_bit_training import CLASSES, SHAPES, Slopes, Training, classes, nodes_of, of_nodes, start
+from tests.mpidl.optim.one_bit_training import (
+    CLASSES,
+    Slopes,
+    Training,
+    classes,
+    of_nodes,
+    with_reference,
+)
 
 pytestmark = pytest.mark.mpi
 
-SCHEDULE = {"renewals": 2, "local_after": 8, "local_interval_steps": 2, "max_local_interval": 4}
-FREEZE = 6
 # The parameters that do not train, by steps. v is frozen after 6 steps, or renewed for the last time in the 8th; in the
 # 13th and 17th local steps begin of which the fourth exchanges, so that 3 is frozen, and 1 thawed, between exchanges.
 STILL = {0: {0}, 3: {0, 1}, 5: {1}, 7: {1, 3}, 9: {1}, 13: {1, 2}, 14: {3}, 18: {3, 2}, 20: set()}
-
-
-def made(comm: Communicator, engine: str, name: str, where: str) -> tuple[Training, Any, int]:
-    """Training, its reference, and the number of nodes that exchange."""
-    nodes = nodes_of(comm, where)
-    exchange = reference.Exchange(SHAPES, comm.size, nodes)
-    settings: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "where": where}
-    if name == "zero_one":
-        expected: Any = reference.ZeroOne(start(), exchange, 0.01, 0.1, *SCHEDULE.values())
-        settings |= SCHEDULE
-    else:
-        kind = reference.Adam if name == "adam" else reference.Lamb
-        expected = kind(start(), exchange, FREEZE, 0.01, 0.1)
-        settings["freeze_step"] = FREEZE
-    return Training(comm, engine, CLASSES[name][0], Slopes(), **settings), expected, nodes
 
 
 def set_still(training: Training, still: set[int]) -> None:
@@ -48,7 +35,7 @@ def set_still(training: Training, still: set[int]) -> None:
 def test_parameters_may_be_frozen_and_thawed_before_and_after_the_freeze_of_v(
     comm: Communicator, engine: str, name: str, where: str
 ) -> None:
-    training, expected, nodes = made(comm, engine, name, where)
+    training, expected, nodes = with_reference(comm, engine, name, where)
     own = comm.rank // (comm.size // nodes)
     for step in range(26):
         if step in STILL:

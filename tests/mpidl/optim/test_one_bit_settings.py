@@ -22,27 +22,12 @@ from tests.mpidl.optim.one_bit_training import (
     engines,
     of_nodes,
     slopes,
-    start,
+    with_reference,
 )
 
 pytestmark = pytest.mark.mpi
 
-FREEZE, STEPS = 6, 22
-SCHEDULE = {"renewals": 2, "local_after": 8, "local_interval_steps": 2, "max_local_interval": 4}
-
-
-def made(comm: Communicator, engine: str, name: str) -> tuple[Training, Any]:
-    """Training, and its reference."""
-    exchange = reference.Exchange(SHAPES, comm.size)
-    settings: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "where": "everywhere"}
-    if name == "zero_one":
-        expected: Any = reference.ZeroOne(start(), exchange, 0.01, 0.1, *SCHEDULE.values())
-        settings |= SCHEDULE
-    else:
-        kind = reference.Adam if name == "adam" else reference.Lamb
-        expected = kind(start(), exchange, FREEZE, 0.01, 0.1)
-        settings["freeze_step"] = FREEZE
-    return Training(comm, engine, CLASSES[name][0], Slopes(), **settings), expected
+STEPS = 22
 
 
 def follow(training: Training, expected: Any, before: Callable[[int], None], after: Callable[[], None]) -> None:
@@ -64,7 +49,7 @@ def follow(training: Training, expected: Any, before: Callable[[int], None], aft
 @classes
 def test_a_schedule_of_betas_and_eps_is_followed(comm: Communicator, engine: str, name: str) -> None:
     """A v that stays is corrected by the beta2 by which it was made, all else by the betas of the step."""
-    training, expected = made(comm, engine, name)
+    training, expected, _ = with_reference(comm, engine, name)
 
     def set_all(step: int) -> None:
         for group in training.optimizer.param_groups:
@@ -75,7 +60,7 @@ def test_a_schedule_of_betas_and_eps_is_followed(comm: Communicator, engine: str
 
 @engines
 def test_torchs_one_cycle_cycles_the_momentum(comm: Communicator, engine: str) -> None:
-    training, expected = made(comm, engine, "adam")
+    training, expected, _ = with_reference(comm, engine, "adam")
     schedule = torch.optim.lr_scheduler.OneCycleLR(training.optimizer, max_lr=0.01, total_steps=STEPS + 1)
     seen: set[float] = set()
     follow(training, expected, lambda step: seen.add(expected.b1), schedule.step)
