@@ -6,8 +6,8 @@
 
 Means are made bucket by bucket, and each rank keeps the elements that it writes. So it is with the means of a
 compressor's arrays, such as velocities, which are among the states: their ranks write a share each. On load a rank
-reads its part of each parameter's mean (`CompressedReduction.mean_part`), and the sections of the next pass gather what
-they need.
+reads its part of each parameter's mean (`CompressedReduction.mean_part`), and the sections gather what they need: under
+ZeRO as the load ends, with DDP in the next pass.
 
 The mean is what moves: on any number of ranks, and in any engine, all ranks together go on with the same sum. What does
 not fit the training here begins anew, and rank 0 says what it is.
@@ -202,7 +202,7 @@ class KeptCompression:
                     states.setdefault(name, {})[key] = read
         means = {name: OwnPart(rows) for name, (_, rows) in self.parts.items()}
         about = {"method": self.method, "steps": self.steps, "in_step": self.in_step}
-        engine.compressed.load_state_dict({**about, "remainders": means, "states": states})
+        engine.compressed.set_state({**about, "remainders": means, "states": states})
         if factor != 1.0:
             engine.compressed.rescale(factor)
 

@@ -100,6 +100,8 @@ def load(
             factor = _scale_factor(content, scaler)
             together(comm, lambda: _finish(engine, reader, made, random, factor))
             together(comm, lambda: made.compression.install(engine, reader.tensor, factor))
+            if engine.compressed is not None:
+                engine.compressed.place_remainders()
         except CheckpointError as error:  # of a file that could be read when it was checked
             raise CheckpointError(f"{error}; a part of it is loaded: load all of one before going on") from error
     if comm.rank == 0:

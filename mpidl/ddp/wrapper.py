@@ -217,6 +217,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         )
         self._reducer.means.hook = self._hook
         self._retirement = retirement
+        if self.compressed is not None:
+            self.compressed.serve()
 
     # ---- training ---------------------------------------------------------------------------------------------
 

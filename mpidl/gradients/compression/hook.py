@@ -74,7 +74,6 @@ class CompressedReduction:
         feeds_back = compressor.feeds_back if feedback is None else feedback
         self._own = Method(compressor, Ranks(settings, compressor, world, shards, replicas), feeds_back)
         self._method = self._own  # "auto" changes it
-        _ALIVE.add(self)
         self._start_step = _first_step(settings, compressor)
         self._pipeline, self._window = Pipeline(), Window(settings.undo)
         self._sections = Sections(self._method, world, self._window, self._pipeline.drain)
@@ -86,6 +85,10 @@ class CompressedReduction:
         note(self, names)
         if settings.is_auto:
             self._measure(shards, replicas, dtype)
+
+    def serve(self) -> None:
+        """Notes that an engine reduces by this, so that no other one takes its compressor."""
+        _SERVING.add(self)
 
     def _measure(self, shards: Communicator | None, replicas: Communicator | None, dtype: torch.dtype | None) -> None:
         """Makes and measures the methods from which "auto" chooses. Collective."""
@@ -346,7 +349,15 @@ class CompressedReduction:
         return part_of(shape, self._world.rank, self._world.size)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` gave, on all ranks.
+        """Takes over what `state_dict` gave. Collective.
+
+        Raises ConfigurationError for names or shapes of other parameters.
+        """
+        self.set_state(state_dict)
+        self.place_remainders()
+
+    def set_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` gave, of which the remainders wait for `place_remainders`. On all ranks.
 
         Raises ConfigurationError for names or shapes of other parameters.
         """
@@ -355,14 +366,20 @@ class CompressedReduction:
         self.steps = int(state_dict["steps"])
         self._window.end(stepped=False)
         self._sections.replace(means)
-        is_chosen = self.choice is None or self.choice.chosen is not None
-        if means and self.buckets is not None and is_chosen and self.steps >= self._start_step:
-            self._sections.lay_out(self.buckets())
         if state_dict.get("in_step"):  # what is undone from here on are the passes that follow
             self._begin_window()
 
+    def place_remainders(self) -> None:
+        """Gives the buckets the remainders that wait, where the next pass compresses the same ones. Collective.
 
-_ALIVE: weakref.WeakSet[CompressedReduction] = weakref.WeakSet()
+        Else these wait for the next pass: with DDP, in passes in full precision, before "auto" has chosen.
+        """
+        compresses = self._method.ranks.compresses and self.steps >= self._start_step
+        if self.buckets is not None and compresses and self._sections.wait:
+            self._sections.lay_out(self.buckets())
+
+
+_SERVING: weakref.WeakSet[CompressedReduction] = weakref.WeakSet()
 
 
 def _refuse_shared(compressor: Compressor) -> None:
@@ -371,13 +388,13 @@ def _refuse_shared(compressor: Compressor) -> None:
         gc.collect()  # the program may have dropped that engine
     if _serves(compressor):
         raise ConfigurationError(
-            f"compress: got a Compressor, {compressor.name}, that serves another engine already; needs one for each "
-            "engine, as it keeps states, or a name"
+            f"compress: got a Compressor, {compressor.name}, that serves another engine already, whose states it "
+            "keeps; needs a Compressor of its own, or a name"
         )
 
 
 def _serves(compressor: Compressor) -> bool:
-    return any(each.compressor is compressor for each in _ALIVE)
+    return any(each.compressor is compressor for each in _SERVING)
 
 
 def _copied(compressor: Compressor) -> dict[torch.nn.Parameter, dict[str, torch.Tensor]]:

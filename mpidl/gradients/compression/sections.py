@@ -3,8 +3,8 @@
 A section is the part of a bucket that this rank reduces with its peers (`section_layout`): all of it without nodes.
 
     a bucket is new               its section takes over what others with its parameters have kept (collective)
-    a state is loaded             where the engine tells its buckets, as ZeRO does, their sections take it over at once;
-                                  else what was not sent waits for those of the next pass, a part of it on each rank
+    a state is loaded             the sections of ZeRO's buckets take over what was not sent; where the next pass is in
+                                  full precision, and with DDP, it waits for that pass, a part of it on each rank
     full precision                what was not sent is added to the gradients, and is then sent whole
 
 All of it runs in the thread of the backward pass, on every rank for the same buckets in the same order. Where something
@@ -92,6 +92,11 @@ class Sections:
                 self._former_means.pop(p, None)
                 self._means.pop(p, None)
         return made
+
+    @property
+    def wait(self) -> bool:
+        """Returns whether something waits for a section, on any rank. The same on every rank."""
+        return self._may_wait
 
     def lay_out(self, buckets: Iterable[GradBucket]) -> None:
         """Lays out the sections of all buckets, so that nothing waits for them. Collective, with the same buckets.
@@ -230,7 +235,7 @@ class Sections:
         return self.of_means(lambda _, rows: torch.stack([*rows]))
 
     def replace(self, means: Mapping[torch.nn.Parameter, Rows]) -> None:
-        """Forgets all remainders; the sections of the next pass take these over, of which each rank keeps its part."""
+        """Forgets all remainders; sections to come take these over, of which each rank keeps its part."""
         self._sections, self._former_means = {}, {}
         self._means = {p: own_part(rows, self._world).to("cpu", torch.float32) for p, rows in means.items()}
         self._may_wait, self._found, self._passes = bool(means), False, 0

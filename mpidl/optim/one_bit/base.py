@@ -32,7 +32,7 @@ from ...optimizer_trial import StepNeeds
 from ...replicas.start_check import check_settings_agree
 from ...setting_checks import require
 from ..elementwise_state import restore_wide
-from .exchange import WHERE, Errors, OfRange, OneBitExchange
+from .exchange import WHERE, Errors, OfRange, OneBitExchange, nodes_of
 from .flat import FlatBucket
 from .group_settings import check_betas_and_eps, check_groups, is_number
 from .left_out import LeftOut
@@ -196,6 +196,11 @@ class OneBitOptimizer(torch.optim.Optimizer):
         within = inside.all_reduce(flat, "avg", async_op=True)
         assert within is not None
         return Then(within, averaged.wait)
+
+    def refuse_nodes(self, world: Communicator) -> None:
+        """Raises ConfigurationError on every rank where `where` does not fit the nodes. Collective."""
+        if self._where == "between_nodes":
+            nodes_of(world)
 
     def use(self, world: Communicator, buckets: Buckets) -> None:
         """Takes an engine's ranks and buckets, and makes the exchange. Collective.

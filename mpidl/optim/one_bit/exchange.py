@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -90,6 +91,17 @@ class Errors:
                 values[at - first : at - first + CHUNK].index_fill_(0, found, 0.0)
 
 
+def nodes_of(world: Communicator) -> tuple[Communicator, Communicator]:
+    """The ranks of this node, and those with this local rank on all nodes. Collective.
+
+    Raises ConfigurationError on every rank where the nodes do not fit.
+    """
+    try:
+        return world.split_by_node()
+    except ArgumentError as error:
+        raise ConfigurationError(f"where='between_nodes': {str(error).partition(':')[2].strip()}") from None
+
+
 class OneBitExchange:
     """The ranks, and the Communicators of each phase. Collective.
 
@@ -106,13 +118,12 @@ class OneBitExchange:
     def __init__(self, world: Communicator, where: str | None, feeds_back: bool) -> None:
         self.world, self._feeds_back = world, feeds_back
         self.inside: Communicator | None = None
-        exchanging, only_nodes = world, where == "between_nodes" or (where is None and world.nodes > 1)
-        if only_nodes:
-            try:
-                self.inside, exchanging = world.split_by_node()
-            except ArgumentError as error:
-                if where is not None:
-                    raise ConfigurationError(f"where={where!r}: {str(error).partition(':')[2].strip()}") from None
+        exchanging = world
+        if where == "between_nodes":
+            self.inside, exchanging = nodes_of(world)
+        elif where is None and world.nodes > 1:
+            with suppress(ConfigurationError):
+                self.inside, exchanging = nodes_of(world)
         if self.inside is not None and self.inside.size == 1:
             self.inside = None
         self.compresses = exchanging.size > 1

@@ -172,6 +172,8 @@ def build(
         shard_reducer.stepper = backward_steps
     if options.stage == 3 and options.units is None and world.rank == 0 and group.shard_comm.size > 1:
         warn_of_large_root_unit(plan.units, stacklevel=3)
+    if plan.compressed is not None:
+        plan.compressed.serve()
     return Parts(
         shard_group=group,
         mesh=options.mesh,
@@ -267,6 +269,9 @@ def _check(
     check_settings_agree(world, "units", {"names": [unit.name for unit in units]})
     check_settings_agree(world, "params", arguments.outline(model, groups))
     made = check_everywhere(world, lambda: prototype(optimizer_class, groups, kwargs))
+    if exchanges_gradients(optimizer_class):
+        one_bit: Any = made
+        check_everywhere(world, lambda: one_bit.refuse_nodes(world))
     if compressed is not None:
         compressor = compressed.compressor
         check_everywhere(world, lambda: refuse_momentum(compressor, made))

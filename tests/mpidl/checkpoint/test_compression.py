@@ -13,6 +13,7 @@ import torch
 
 import mpidl
 from mpidl import Compression
+from mpidl.checkpoint.compression_state import KeptCompression
 from mpidl.errors import CheckpointError
 from mpidl.gradients.compression import low_rank
 from tests.mpidl.checkpoint.training import Run
@@ -386,3 +387,21 @@ def test_states_of_parameters_that_are_cut_begin_anew_and_this_is_said(comm, sha
                 )
                 kept = [v.any() for own in again.compressed.state_dict()["states"].values() for v in own.values()]
                 assert any(kept) == (keeps and not (was_cut or is_cut))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_state_that_one_rank_cannot_read_is_an_error_on_every_rank(
+    comm, shared: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(engine, comm, compress="int8")
+    run.steps(0, 2)
+    run.save(shared, 2)
+    again = Run(engine, comm, compress="int8")
+    if comm.rank == comm.size - 1:
+
+        def install(*_: Any) -> None:
+            raise CheckpointError("states: Input/output error")
+
+        monkeypatch.setattr(KeptCompression, "install", install)
+    with pytest.raises(CheckpointError, match=r"Input/output error.*load all of one before going on"):
+        mpidl.checkpoint.load(shared, again.call, again.optimizer, process_group=comm)

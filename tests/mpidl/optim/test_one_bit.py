@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mpidl
-from collectives import Communicator
+from collectives import ArgumentError, Communicator
 from mpidl.job.objects import broadcast_object
 from tests.mpidl.optim import one_bit_reference as reference
 from tests.mpidl.optim.one_bit_training import (
@@ -254,6 +254,23 @@ def test_wrong_settings_are_one_error_on_every_rank(
 def test_what_cannot_be_combined_is_refused_by_name(comm: Communicator, options: dict[str, Any], message: str) -> None:
     with pytest.raises(mpidl.ConfigurationError, match=message):
         mpidl.ZeroOptimizer(Slopes(), mpidl.optim.OneBitAdam, process_group=comm, **options)
+
+
+@pytest.mark.mpi
+def test_nodes_that_do_not_fit_are_refused_before_the_model_changes(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def split_by_node(_: Communicator) -> None:
+        raise ArgumentError("split_by_node: needs as many ranks on every node")
+
+    model = Slopes()
+    with monkeypatch.context() as patched:
+        patched.setattr(Communicator, "split_by_node", split_by_node)
+        with pytest.raises(mpidl.ConfigurationError, match="where='between_nodes': needs as many ranks on every node"):
+            Training(comm, "stage 1", mpidl.optim.OneBitAdam, model, where="between_nodes")
+    training = Training(comm, "stage 1", mpidl.optim.OneBitAdam, model, freeze_step=1)
+    training.run(0, 3)
+    training.check_equal_on_all_ranks()
 
 
 @pytest.mark.mpi

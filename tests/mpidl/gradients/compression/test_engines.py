@@ -11,6 +11,7 @@ import torch
 import mpidl
 from collectives import Communicator
 from mpidl import Compression
+from mpidl.gradients.compression.dgc import DeepGradient
 from mpidl.gradients.compression.powersgd import PowerSGD
 from mpidl.gradients.compression.settings import compression
 from mpidl.job.objects import all_gather_object
@@ -189,6 +190,11 @@ def test_a_compressor_serves_one_engine_at_a_time(comm: Communicator, engine: st
     Training(comm, engine, copied).run(1)
     del first
     Training(comm, engine, given).run(1)
+    unused = DeepGradient(0.1)
+    if engine != "ddp":
+        with pytest.raises(mpidl.ConfigurationError, match="has momentum"):
+            Training(comm, engine, unused)
+        Training(comm, engine, unused, {"lr": 0.1}).run(1)  # no engine had it
 
 
 @pytest.mark.parametrize(

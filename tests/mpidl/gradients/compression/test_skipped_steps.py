@@ -99,6 +99,24 @@ def test_a_step_that_the_guard_skips_leaves_no_trace(comm: Communicator, engine:
 
 
 @engines
+def test_loaded_remainders_come_back_where_nothing_is_compressed(comm: Communicator, engine: str) -> None:
+    """A pass in full precision sends them whole."""
+    if comm.nodes > 1:
+        pytest.skip("there are several nodes")
+    given = Training(comm, engine, METHOD)
+    given.run(2)
+    state = given.compressed.state_dict()
+    training = Training(comm, engine, Compression(METHOD, where="between_nodes", undo=True))
+    training.compressed.load_state_dict(state)
+    loss_of(training, 2).backward()
+    training.compressed.undo()
+    found = training.compressed.state_dict()["remainders"]
+    assert found.keys() == state["remainders"].keys()
+    for name, mean in state["remainders"].items():
+        assert torch.equal(found[name], mean), name
+
+
+@engines
 def test_a_guard_that_is_asked_before_the_backward_pass_takes_no_step_back(comm: Communicator, engine: str) -> None:
     training = Training(comm, engine, METHOD)
     guard = mpidl.NonfiniteGuard(training.called, training.optimizer if engine != "ddp" else None, "skip")
