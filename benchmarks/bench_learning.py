@@ -194,7 +194,7 @@ def train(method: str, seed: int, text: tuple[torch.Tensor, torch.Tensor, int], 
             point = {"method": method, "seed": seed, "step": step, "loss": loss, "bytes": learner.sent(step)}
             curve.append({**point, "seconds": seconds})
             if comm.rank == 0:
-                print(f"{method:24s} seed {seed}  step {step:5d}  validation loss {loss:.4f}", flush=True)
+                print(f"{method:28s} seed {seed}  step {step:5d}  validation loss {loss:.4f}", flush=True)
         if step == options.steps:
             break
         own = windows(learned, options.windows, random).chunk(comm.size)[comm.rank]
@@ -211,7 +211,7 @@ def train(method: str, seed: int, text: tuple[torch.Tensor, torch.Tensor, int], 
 def table(points: Sequence[dict[str, Any]], steps: int) -> list[str]:
     """A line for each method: the final loss over its seeds, MB and seconds of a run."""
     heads = f"{'validation loss':>16s} {'of fp32':>8s} {'lowest to highest':>18s} {'MB sent':>9s} {'s':>7s}"
-    lines = [f"{'method':24s} {heads}"]
+    lines = [f"{'method':28s} {heads}"]
     finals = [point for point in points if point["step"] == steps]
     plain = [point["loss"] for point in finals if point["method"] == "fp32"]
     for method in dict.fromkeys(point["method"] for point in finals):
@@ -219,7 +219,7 @@ def table(points: Sequence[dict[str, Any]], steps: int) -> list[str]:
         losses = [point["loss"] for point in own]
         difference = f"{np.mean(losses) - np.mean(plain):+.3f}" if plain else ""
         lines.append(
-            f"{method:24s} {np.mean(losses):16.3f} {difference:>8s} {min(losses):8.3f} to {max(losses):6.3f} "
+            f"{method:28s} {np.mean(losses):16.3f} {difference:>8s} {min(losses):8.3f} to {max(losses):6.3f} "
             f"{own[0]['bytes'] / 1e6:9.1f} {np.median([point['seconds'] for point in own]):7.1f}"
         )
     return lines
@@ -232,21 +232,27 @@ def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 3, figsize=(11, 4), sharey=True)
-    for method in dict.fromkeys(point["method"] for point in points):
+    methods = list(dict.fromkeys(point["method"] for point in points))
+    rows = -(-len(methods) // 4)
+    height = 3.7 + 0.2 * rows
+    figure, panels = pyplot.subplots(1, 3, figsize=(11, height), sharey=True)
+    for number, method in enumerate(methods):
         own = [point for point in points if point["method"] == method]
         steps = sorted({point["step"] for point in own} - {0})
         of_steps = [[point for point in own if point["step"] == step] for step in steps]
         losses = [np.mean([point["loss"] for point in at]) for at in of_steps]
+        line = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3]}
         for panel, what, scale in zip(panels, ("step", "bytes", "seconds"), (1, 1e-6, 1), strict=True):
-            panel.plot([np.median([point[what] for point in at]) * scale for at in of_steps], losses, label=method)
+            panel.plot(
+                [np.median([point[what] for point in at]) * scale for at in of_steps], losses, label=method, **line
+            )
     for panel, name in zip(panels, ("step", "MB sent by a rank", "seconds"), strict=True):
         panel.set_xlabel(name)
         panel.grid(alpha=0.3)
     panels[1].set_xscale("log")
     panels[0].set_ylabel("validation loss (nats a character)")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncols=4, frameon=False, fontsize=8)
-    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    figure.tight_layout(rect=(0, (0.15 + 0.2 * rows) / height, 1, 1))
     figure.savefig(path, dpi=110)
 
 
