@@ -24,8 +24,9 @@ On CPUs all phases run in the thread that calls `backward()`, on a GPU in autogr
 Collectives are in `begun`, in launches, which are in the order of the buckets on every rank, and in `reduced`: so all
 ranks make the same ones in the same order.
 
-Where a backward pass goes through several engines, each rank may begin their passes in another order. The phases after
-the last gradient run engine by engine, in the order in which the engines were made, which is the same on every rank.
+Where a backward pass goes through several engines, each rank may begin their passes in another order, if these send
+nothing in `begun`, as DDP does. The phases after the last gradient run engine by engine, in the order in which the
+engines were made, which is the same on every rank.
 """
 
 from __future__ import annotations
