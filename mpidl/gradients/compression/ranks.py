@@ -87,11 +87,23 @@ def _split(
         return shards, replicas, "between_nodes"
     if world.nodes == 1 or settings.where == "everywhere":
         return None, world, settings.where or "everywhere"
+    nodes = split_by_node(world, settings.where, "compress: ")
+    return (None, world, "everywhere") if nodes is None else (*nodes, "between_nodes")
+
+
+def split_by_node(
+    world: Communicator, where: str | None, argument: str = ""
+) -> tuple[Communicator, Communicator] | None:
+    """The ranks of this node, and those with this local rank on all nodes; None where nodes do not fit. Collective.
+
+    where: as it was given.
+    argument: "compress: " where `where` is a part of that argument, for the message.
+
+    Raises ConfigurationError on every rank where nodes do not fit, but `where` asks for them.
+    """
     try:
-        return *world.split_by_node(), "between_nodes"
+        return world.split_by_node()
     except ArgumentError as error:
-        if settings.where is not None:
-            raise ConfigurationError(
-                f"compress: where={settings.where!r}: {str(error).partition(':')[2].strip()}"
-            ) from None
-        return None, world, "everywhere"
+        if where is not None:
+            raise ConfigurationError(f"{argument}where={where!r}: {str(error).partition(':')[2].strip()}") from None
+        return None

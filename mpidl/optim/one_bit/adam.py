@@ -70,8 +70,7 @@ class FreezingOptimizer(OneBitOptimizer):
         beta1, beta2 = self._betas
         if self.frozen_at is None:
             return 1 - beta1**step, 1 - beta2**step
-        kept = self.progress.get("beta2_of_v")  # states saved by earlier versions lack it
-        return 1 - beta1**step, 1 - (beta2 if kept is None else kept) ** self.frozen_at
+        return 1 - beta1**step, 1 - self._beta2_of_v**self.frozen_at
 
     def _decisive(self) -> dict[str, Any]:
         names = {"freeze_step": self._freeze_step, "freeze_ratio": self._ratio, "lr_warmup_steps": self._warmup}

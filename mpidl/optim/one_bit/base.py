@@ -26,13 +26,14 @@ from ...comm_hooks import GradBucket, Handle, Then, average_some, completed
 from ...errors import ConfigurationError, TrainingError
 from ...gradients.buckets import MIB, BucketLayout, assign, layout_of
 from ...gradients.compression.pipeline import PipelinedReduction
+from ...gradients.compression.ranks import split_by_node
 from ...job.agreement import check_everywhere, is_anywhere
 from ...mesh.groups import data_group
 from ...optimizer_trial import StepNeeds
 from ...replicas.start_check import check_settings_agree
 from ...setting_checks import require
 from ..elementwise_state import restore_wide
-from .exchange import WHERE, Errors, OfRange, OneBitExchange, nodes_of
+from .exchange import WHERE, Errors, OfRange, OneBitExchange
 from .flat import FlatBucket
 from .group_settings import check_betas_and_eps, check_groups, is_number
 from .left_out import LeftOut
@@ -98,6 +99,11 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _update(self) -> None:
         """Makes a step: `self._buckets` have states, and their parameters gradients."""
 
+    @property
+    def is_synchronised(self) -> bool:
+        """True where the weights are the same on all ranks."""
+        return True
+
     def refuse_unlike_weights(self) -> None:
         """Raises TrainingError where the weights are not the same on all ranks, so that no state can be kept."""
 
@@ -132,6 +138,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """The eps of all groups."""
         found: float = self.param_groups[0]["eps"]
         return found
+
+    @property
+    def _beta2_of_v(self) -> float:
+        """The beta2 by which v last changed. States saved by earlier versions lack it: then that of the groups."""
+        kept: float | None = self.progress.get("beta2_of_v")
+        return self._betas[1] if kept is None else kept
 
     def _check_groups(self) -> None:
         check_groups(type(self).__name__, self.param_groups)
@@ -200,7 +212,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def refuse_nodes(self, world: Communicator) -> None:
         """Raises ConfigurationError on every rank where `where` does not fit the nodes. Collective."""
         if self._where == "between_nodes":
-            nodes_of(world)
+            split_by_node(world, self._where)
 
     def use(self, world: Communicator, buckets: Buckets) -> None:
         """Takes an engine's ranks and buckets, and makes the exchange. Collective.

@@ -23,16 +23,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
 
 import torch
 
-from collectives import ArgumentError, Communicator, Work
+from collectives import Communicator, Work
 
-from ...errors import ConfigurationError
 from ...gradients.buckets import BucketLayout
 from ...gradients.compression.compressor import Steps, started
 from ...gradients.compression.pipeline import Pipeline, PipelinedReduction
+from ...gradients.compression.ranks import split_by_node
 from ...gradients.compression.section_layout import SectionLayout, by_pieces
 from ...gradients.compression.sign import CHUNK, Sign, sum_of_squares
 from ...job import communicator_pool
@@ -91,17 +90,6 @@ class Errors:
                 values[at - first : at - first + CHUNK].index_fill_(0, found, 0.0)
 
 
-def nodes_of(world: Communicator) -> tuple[Communicator, Communicator]:
-    """The ranks of this node, and those with this local rank on all nodes. Collective.
-
-    Raises ConfigurationError on every rank where the nodes do not fit.
-    """
-    try:
-        return world.split_by_node()
-    except ArgumentError as error:
-        raise ConfigurationError(f"where='between_nodes': {str(error).partition(':')[2].strip()}") from None
-
-
 class OneBitExchange:
     """The ranks, and the Communicators of each phase. Collective.
 
@@ -118,12 +106,11 @@ class OneBitExchange:
     def __init__(self, world: Communicator, where: str | None, feeds_back: bool) -> None:
         self.world, self._feeds_back = world, feeds_back
         self.inside: Communicator | None = None
-        exchanging = world
-        if where == "between_nodes":
-            self.inside, exchanging = nodes_of(world)
-        elif where is None and world.nodes > 1:
-            with suppress(ConfigurationError):
-                self.inside, exchanging = nodes_of(world)
+        exchanging, nodes = world, None
+        if where == "between_nodes" or (where is None and world.nodes > 1):
+            nodes = split_by_node(world, where)
+        if nodes is not None:
+            self.inside, exchanging = nodes
         if self.inside is not None and self.inside.size == 1:
             self.inside = None
         self.compresses = exchanging.size > 1

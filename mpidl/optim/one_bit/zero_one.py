@@ -180,8 +180,7 @@ class ZeroOneAdam(OneBitOptimizer):
         return float(group["lr"]) / (1 - self._betas[0] ** step)
 
     def _denominators(self, bucket: FlatBucket) -> torch.Tensor:
-        kept = self.progress.get("beta2_of_v")  # states saved by earlier versions lack it
-        correction = 1 - (self._betas[1] if kept is None else kept) ** self.progress["renewed"]
+        correction = 1 - self._beta2_of_v ** self.progress["renewed"]
         return denominators(bucket.arrays["exp_avg_sq"], correction, self._eps)
 
     # ---- local steps ------------------------------------------------------------------------------------------------

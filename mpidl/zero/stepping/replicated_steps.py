@@ -111,7 +111,7 @@ class ReplicatedSteps(InnerOptimizer):
 
     def cut_state(self) -> None:
         """Shows the mean errors among the states, until the next step; none between two exchanges. Collective."""
-        if self._is_loaded() or not getattr(self.optimizer, "is_synchronised", True):
+        if self._is_loaded() or not self.optimizer.is_synchronised:
             return
         self.optimizer.gather_errors()
         for p, part in self._slices.items():

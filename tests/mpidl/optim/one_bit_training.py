@@ -11,6 +11,7 @@ from torch import nn
 
 import mpidl
 from collectives import Communicator
+from mpidl.job.objects import broadcast_object
 from mpidl.optim.one_bit import OneBitOptimizer
 from tests.mpidl.optim import one_bit_reference as reference
 
@@ -70,6 +71,16 @@ class Training:
         self.inner.gather_errors()
         found: dict[str, Any] = self.optimizer.state_dict()
         return found
+
+    def load(self, first: Training, state: dict[str, Any]) -> None:
+        """Takes over the weights of rank 0 of another, and its state."""
+        whole = broadcast_object(self.comm, [p.detach().clone() for p in first.model.parameters()])
+        with torch.no_grad():
+            for p, q in zip(self.model.parameters(), whole, strict=True):
+                p.copy_(q)
+        if isinstance(self.optimizer, mpidl.ZeroOptimizer):
+            self.optimizer.load_model_state_dict(self.model.state_dict())
+        self.optimizer.load_state_dict(state)
 
     def weights(self) -> torch.Tensor:
         return torch.cat([p.detach().flatten() for p in self.model.parameters()])
