@@ -54,14 +54,16 @@ def main() -> None:
     memory = Allocator(place.node).allocate(Barrier.nbytes(place.local_size), shared=True)
     if memory is None:
         raise SystemExit("the node has no room for shared memory")
-    barrier = Barrier(memory, 0, place.local_rank, place.local_size, crowded=place.crowded, fence=place.node.Barrier)
+    barrier = Barrier(
+        memory, 0, place.local_rank, place.local_size, oversubscribed=place.oversubscribed, fence=place.node.Barrier
+    )
     ways: dict[str, Callable[[], object]] = {"counters": barrier, "MPI": place.node.Barrier}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for _ in range(options.rounds):
         for name, meet in ways.items():
             found[name].append((time_of(meet, options.calls), time_after_the_last(meet, place.node)))
     if place.local_rank == 0:
-        print(f"# {place.local_size} ranks{', more than cores' if place.crowded else ''}")
+        print(f"# {place.local_size} ranks{', more than cores' if place.oversubscribed else ''}")
         for name, pairs in found.items():
             at_once, late = (statistics.median(times) for times in zip(*pairs, strict=True))
             print(f"{name:>10}: barrier {at_once:7.2f} us   late {late:7.1f} us", flush=True)

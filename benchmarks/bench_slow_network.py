@@ -44,7 +44,7 @@ from mpidl.cli import ArgumentParser, at_least, check_writable
 from mpidl.data import TokenBatches
 from mpidl.errors import UsageError
 from mpidl.models.gpt2 import GPT2, GPT2Config
-from mpidl.zero.parameters.units import cut
+from mpidl.zero.parameters.units import cut_into_units
 from network_methods import ALONE, BASE, METHODS, Shape, method_of, names_of
 
 MB = 1e6
@@ -295,7 +295,7 @@ def main() -> None:
     batches = TokenBatches(tokens_of_the_standard_library(comm), comm, options.block_size, options.batch, 1)
     with torch.device("meta"):
         model = GPT2(config)
-    blocks = [4.0 * sum(p.numel() for p in unit.parameters) for unit in cut(model)[:-1]]
+    blocks = [4.0 * sum(p.numel() for p in unit.parameters) for unit in cut_into_units(model)[:-1]]
     sizes = [p.shape for p in model.parameters()]
     shape = Shape(4.0 * sum(size.numel() for size in sizes), blocks, sizes, comm.nodes, comm.size)
     title = (

@@ -43,6 +43,7 @@ import torch
 import mpidl
 from collectives import Communicator
 from collectives.bench import gpu_limits
+from collectives.devices import unusable_reason
 from mpidl.cli import ArgumentParser, at_least, check_writable
 from mpidl.data import TokenBatches
 from mpidl.errors import UsageError
@@ -395,8 +396,8 @@ def parse(comm: Communicator) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw step times and memory there (PNG)")
 
     def check(options: argparse.Namespace) -> None:
-        if options.device == "cuda" and gpu_limits.missing():
-            raise UsageError(f"--device cuda: {gpu_limits.missing()}")
+        if options.device == "cuda" and unusable_reason():
+            raise UsageError(f"--device cuda: {unusable_reason()}")
         options.engines = [name for name in options.engines.split(",") if name]
         for name in options.engines or [""]:
             if name not in ENGINES:

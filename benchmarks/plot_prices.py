@@ -39,7 +39,7 @@ from collectives.base.reduction import Reduction
 from collectives.base.scratch import Scratch
 from collectives.bench.buffers import Arena
 from collectives.bench.operations import OPERATIONS, Case
-from collectives.bench.sides import ours
+from collectives.bench.sides import own_call
 from collectives.price import Cluster, Pricing
 from collectives.schedules.algorithms import ALGORITHMS, schedule
 from collectives.schedules.schedule import Role, Round, Schedule, chunk, recv, send
@@ -145,7 +145,7 @@ def calibrate(comm: Communicator, iters: int | None) -> Cluster:
 
     def reduce() -> None:
         for start in range(0, ours.size, size):
-            op.pair(ours[start : start + size], theirs, ours[start : start + size])
+            op.combine_two(ours[start : start + size], theirs, ours[start : start + size])
 
     gamma = slowest(comm, reduce, iters or repetitions(LARGE)) / LARGE
     return Cluster(comm.size, times[SMALL], 1 / beta, times[SMALL], 1 / beta, gamma)
@@ -163,7 +163,7 @@ def compare(comm: Communicator, options: argparse.Namespace, machine: Cluster) -
         arena = Arena(comm, case, "user", 1, "cpu", has_second=True)
         arrays, size = arena.arrays(0, operation.usual), arena.nbytes
         served = [name for name in options.algorithms if name in comm.algorithms(options.op)]
-        calls = {name: ours(comm, case, operation.usual, arrays, algorithm=name) for name in served}
+        calls = {name: own_call(comm, case, operation.usual, arrays, algorithm=name) for name in served}
         measured = measure(comm, calls, options.iters or repetitions(size))
         for name, seconds in measured.items():
             (predicted,) = prices(options.op, name, comm.size, machine, [size])

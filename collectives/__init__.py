@@ -4,7 +4,7 @@ Read `communicator` first, then `backends` and `schedules`. A new algorithm of m
 `schedules.algorithms`, another way to carry out collectives into `backends`, whose docstring says how.
 
     communicator        the operations, over group/ (set-up, issue, refusal, end; memory, messages, objects)
-    partitioned         an all-reduce of arrays handed in one by one; prepared: an operation that is checked ahead
+    partitioned         an all-reduce of arrays handed in one by one
     messages/           from one rank to another
     backends/           one interface for every way to carry out a collective: registry, selection ("auto"), dispatch
     schedules/          steps as data, and their proof; algorithms: its public names; price: predicts what one costs
@@ -38,9 +38,9 @@ from .errors import (
     ScheduleError,
     WorkTimeout,
 )
+from .group.prepared import PreparedOperation
 from .messages.messages import Envelope, P2POp
 from .partitioned import PartitionedAllReduce
-from .prepared import PreparedOperation
 from .runtime.progress import Work
 
 __all__ = [

@@ -23,10 +23,10 @@ from typing import Any, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from .backends.tables import ALWAYS, Table, Tables, library, read_tables, user_folder, write_tables
+from .backends.tables import NO_LIMIT, Table, Tables, library, read_tables, user_folder, write_tables
 from .errors import ArgumentError
 from .native import VERSION, is_compiled
-from .timing import Group, measure
+from .timing import TimedGroup, measure
 
 CALIBRATE = "MPIDL_CALIBRATE"
 _BUDGET_S = 2.0
@@ -34,7 +34,7 @@ SIZES = {4 << 10: 20, 32 << 10: 15, 256 << 10: 8, 2 << 20: 4, 16 << 20: 2}  # by
 _CLEARLY = 0.97  # a table changes to another algorithm only where that takes no more than this share of the time
 
 
-class Measured(Group, Protocol):
+class Measured(TimedGroup, Protocol):
     """Part of a Communicator that a calibration uses."""
 
     @property
@@ -122,12 +122,12 @@ def _measured(comm: Measured) -> Tables:
             calls = calls_of(comm, operation, nbytes)
             taken = measure(comm, {name: calls[name] for name in _names(table) if name in calls}, count, warmup=1)
             rows.append((nbytes, taken))
-    return {o: (*table_of(rows, _beyond(rows)), *candidates[o]) for o, rows in seconds.items() if rows}
+    return {o: (*table_of(rows, _valid_up_to(rows)), *candidates[o]) for o, rows in seconds.items() if rows}
 
 
-def _beyond(rows: Sequence[tuple[int, Any]]) -> float:
+def _valid_up_to(rows: Sequence[tuple[int, Any]]) -> float:
     """The bytes up to which a measurement holds: half a step beyond the largest size, or for all with all sizes."""
-    return ALWAYS if len(rows) == len(SIZES) else int(rows[-1][0] * 8**0.5)
+    return NO_LIMIT if len(rows) == len(SIZES) else int(rows[-1][0] * 8**0.5)
 
 
 def _names(table: Table) -> list[str]:
@@ -156,7 +156,7 @@ def calls_of(comm: Measured, operation: str, nbytes: int) -> dict[str, Callable[
     return {name: lambda name=name: method(*arrays, algorithm=name) for name in names}  # type: ignore[misc]
 
 
-def table_of(measured: Sequence[tuple[int, Mapping[str, float]]], limit: float = ALWAYS) -> Table:
+def table_of(measured: Sequence[tuple[int, Mapping[str, float]]], limit: float = NO_LIMIT) -> Table:
     """Converts (bytes, seconds by algorithm), ascending, to a table of up to so many bytes.
 
     Between two sizes the times of both algorithms are taken for straight lines in logarithms, and one gives way to the
@@ -170,17 +170,17 @@ def table_of(measured: Sequence[tuple[int, Mapping[str, float]]], limit: float =
         if before is None:
             current = best
         elif times[best] < _CLEARLY * times[current]:
-            rows.append((_meeting(before, (nbytes, times), current, best), current))
+            rows.append((_crossover(before, (nbytes, times), current, best), current))
             current = best
         before = nbytes, times
     return (*rows, (limit, current))
 
 
-def _meeting(
-    lower: tuple[int, Mapping[str, float]], upper: tuple[int, Mapping[str, float]], leaving: str, coming: str
+def _crossover(
+    lower: tuple[int, Mapping[str, float]], upper: tuple[int, Mapping[str, float]], below: str, above: str
 ) -> int:
-    """The bytes at which two algorithms take equally long."""
-    behind = math.log(lower[1][coming] / lower[1][leaving])  # above 0 where the one that comes is slower
-    ahead = math.log(upper[1][leaving] / upper[1][coming])
-    share = min(1.0, max(0.0, behind / (behind + ahead))) if behind + ahead > 0 else 0.5
+    """The bytes at which two algorithms take equally long. below, above: the faster one on each side."""
+    gap_below = math.log(lower[1][above] / lower[1][below])  # more than 0 where `above` is slower
+    gap_above = math.log(upper[1][below] / upper[1][above])
+    share = min(1.0, max(0.0, gap_below / (gap_below + gap_above))) if gap_below + gap_above > 0 else 0.5
     return int(lower[0] ** (1 - share) * upper[0] ** share)

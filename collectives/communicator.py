@@ -18,8 +18,8 @@ Every operation takes
     async_op    True: return a Work at once; the arrays must not be touched until it is complete (on a GPU: by
                 nothing that is queued before `Work.wait`)
     timeout     seconds that it may take; after that OperationTimeout is raised, and the communicator cannot be used
-                any more, nor the arrays, to which other ranks may still write. Only synchronous operations take it:
-                of the others `Work.wait` has a timeout, after which they go on
+                any more, nor the arrays, to which other ranks may still write. Only synchronous operations take it;
+                `Work.wait` of an asynchronous one has its own timeout, after which the operation continues
 and raises ArgumentTypeError or ArgumentError for what it cannot work with.
 """
 
@@ -31,7 +31,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from .backends.backend import PartitionedCall
+from .backends.backend import PartitionedCall, in_shared_memory
 from .backends.cuda.arrays import gpu_index
 from .backends.tables import Tables
 from .base import arguments, buffers, reduction
@@ -39,13 +39,13 @@ from .base.arguments import root_rank
 from .base.partition import Splits
 from .errors import ArgumentError
 from .group import details
-from .group.calls import of_root, refuse_shared, shortcut, signature_of
+from .group.calls import inspect_root_array, refuse_shared, shortcut, signature_of
 from .group.division import GroupDivision
 from .group.issue import Plain
 from .group.memory import GroupMemory
 from .group.objects import GroupObjects
+from .group.prepared import PREPARE_ONLY, PREPARED, PreparedOperation
 from .partitioned import PartitionedAllReduce
-from .prepared import NOT_YET, PREPARED, PreparedOperation
 from .process.idle_wait import background_on_all_ranks
 from .runtime.positions import words
 from .runtime.progress import Work
@@ -126,8 +126,6 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
             reduced = reduction.check(op, data.dtype)
             chosen = self._calls.choose("all_reduce", algorithm, data, data.nbytes, reduced)
             call = self._calls.prepare(key, "all_reduce", chosen, data, reduced)
-        if timeout is None and not async_op:
-            return call.at_once(x)
         return self._calls.issue(call, async_op, timeout, x)
 
     def partitioned_all_reduce(
@@ -153,15 +151,17 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
             found = self._dispatch.partitioned([part.unowned() for part in data], reduced)
             made.extend([found] if found is not None else [])
 
-        self._issuer.issue("partitioned_all_reduce", task, details.of_parts(reduced, data), async_op=False)
-        told = [details.of_parts(reduced, data[: count + 1]) for count in range(len(data) if made else 0)]
+        self._issuer.issue("partitioned_all_reduce", task, details.describe_parts(reduced, data), async_op=False)
+        descriptions = [details.describe_parts(reduced, data[: count + 1]) for count in range(len(data) if made else 0)]
         complete = [self._dispatch.silent("all_reduce", found) for found in made]
         return PartitionedAllReduce(
             parts,
             lambda part: self.all_reduce(part, op, algorithm=algorithm, async_op=True),
             made[0] if made else None,
             self._issuer.next_number,
-            lambda count: self._issuer.issue("all_reduce", complete[0], told[count - 1], async_op=False, arrays=parts),
+            lambda count: self._issuer.issue(
+                "all_reduce", complete[0], descriptions[count - 1], async_op=False, arrays=parts
+            ),
         )
 
     @shortcut
@@ -176,14 +176,14 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work | None:
-        """out becomes this rank's part of the reduction of all ranks' x; x is unchanged. Lists: entry by entry.
+        """Reduces all ranks' x and writes this rank's part to out; x is unchanged. Lists: entry by entry.
 
         x: n elements.
         out: counts[rank] elements; it may be x's own part of that place, which is then overwritten.
         counts: elements of each rank's part; by default as even as possible (`even_counts`).
         """
         if isinstance(x, list):
-            arguments.no_counts("reduce_scatter", counts)
+            arguments.refuse_counts("reduce_scatter", counts)
             return self._calls.issue_list("reduce_scatter", algorithm, async_op, timeout, wholes=x, owns=out, op=op)
         key = ("reduce_scatter", signature_of(x), signature_of(out), op, algorithm, _tuple(counts))
         call = self._calls.recall(key)
@@ -193,13 +193,11 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
             refuse_shared("reduce_scatter: x", data)
             reduced = reduction.check(op, data.dtype)
             parts = arguments.parts("reduce_scatter", counts, data.size, self.size)
-            arguments.same_dtype("reduce_scatter", target, data)
-            arguments.own_part("reduce_scatter: out", target, parts, self.rank)
+            arguments.check_same_dtype("reduce_scatter", target, data)
+            arguments.check_own_part("reduce_scatter: out", target, parts, self.rank)
             arguments.refuse_overlap("reduce_scatter", target, data, parts, self.rank)
             chosen = self._calls.choose("reduce_scatter", algorithm, data, data.nbytes, reduced)
             call = self._calls.prepare(key, "reduce_scatter", chosen, target, data, reduced, parts)
-        if timeout is None and not async_op:
-            return call.at_once((out, x))
         return self._calls.issue(call, async_op, timeout, (out, x))
 
     @shortcut
@@ -225,8 +223,6 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
             reduced = reduction.check(op, data.dtype)
             chosen = self._calls.choose("reduce", algorithm, data, data.nbytes, reduced)
             call = self._calls.prepare(key, "reduce", chosen, data, root, reduced)
-        if timeout is None and not async_op:
-            return call.at_once(x)
         return self._calls.issue(call, async_op, timeout, x)
 
     @shortcut
@@ -262,8 +258,6 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
                 raise ArgumentError(f"{operation}: got op 'avg'; needs op='sum' and then a division on each rank")
             chosen = self._calls.choose(operation, algorithm, data, data.nbytes, reduced)
             call = self._calls.prepare(key, operation, chosen, data, reduced)
-        if timeout is None and not async_op:
-            return call.at_once(x)
         return self._calls.issue(call, async_op, timeout, x)
 
     # ---- movements --------------------------------------------------------------------------------------------
@@ -279,14 +273,14 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work | None:
-        """out becomes all ranks' x, one behind the other. Lists: entry by entry.
+        """Gathers all ranks' x into out, in the order of ranks. Lists: entry by entry.
 
         out: n elements; from `shared` on all ranks or on none.
         x: counts[rank] elements; it may be out's own part of that place, and is then not copied.
         counts: elements of each rank's part; by default as even as possible (`even_counts`).
         """
         if isinstance(out, list):
-            arguments.no_counts("all_gather", counts)
+            arguments.refuse_counts("all_gather", counts)
             return self._calls.issue_list("all_gather", algorithm, async_op, timeout, wholes=out, owns=x)
         key = ("all_gather", signature_of(out), signature_of(x), algorithm, _tuple(counts))
         call = self._calls.recall(key)
@@ -294,17 +288,15 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
             target = buffers.inspect(out, "all_gather: out", writable=True)
             data = buffers.inspect(x, "all_gather: x", writable=False)
             parts = arguments.parts("all_gather", counts, target.size, self.size)
-            arguments.same_dtype("all_gather", target, data)
-            arguments.own_part("all_gather: x", data, parts, self.rank)
+            arguments.check_same_dtype("all_gather", target, data)
+            arguments.check_own_part("all_gather: x", data, parts, self.rank)
             arguments.refuse_overlap("all_gather", data, target, parts, self.rank)
             if algorithm == "auto" and self._dispatch.is_shared(target.address):
-                shared = self._dispatch.shared_memory_backend
+                shared = in_shared_memory(self._dispatch.backends)
                 if shared is not None and shared in self._dispatch.selection.names("all_gather"):
                     algorithm = shared
             chosen = self._calls.choose("all_gather", algorithm, data, target.nbytes)
             call = self._calls.prepare(key, "all_gather", chosen, target, data, parts)
-        if timeout is None and not async_op:
-            return call.at_once((out, x))
         return self._calls.issue(call, async_op, timeout, (out, x))
 
     @shortcut
@@ -319,7 +311,7 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work | None:
-        """Part q of x goes to rank q; part q of out comes from rank q. out and x must not overlap.
+        """Sends part q of x to rank q and receives part q of out from it. out and x must not overlap.
 
         output_splits, input_splits: elements of each part; given on all ranks or on none, and not with "bruck". By
         default every rank's x has the same number of elements, cut as evenly as possible, so that out has
@@ -337,7 +329,7 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
         if call is None:
             target = buffers.inspect(out, "all_to_all: out", writable=True)
             data = buffers.inspect(x, "all_to_all: x", writable=False)
-            arguments.same_dtype("all_to_all", target, data)
+            arguments.check_same_dtype("all_to_all", target, data)
             even = output_splits is None and input_splits is None
             leaving = arguments.parts("all_to_all: x, input_splits", input_splits, data.size, self.size)
             if even:
@@ -350,8 +342,6 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
                 refuse_splits("all_to_all", chosen)
             splits = Splits(leaving, arriving, uniform=even and data.size % self.size == 0)
             call = self._calls.prepare(key, "all_to_all", chosen, target, data, splits)
-        if timeout is None and not async_op:
-            return call.at_once((out, x))
         return self._calls.issue(call, async_op, timeout, (out, x))
 
     @shortcut
@@ -368,8 +358,6 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
             data = buffers.inspect(x, "broadcast: x", writable=self.rank != root)
             chosen = self._calls.choose("broadcast", algorithm, data, data.nbytes)
             call = self._calls.prepare(key, "broadcast", chosen, data, root)
-        if timeout is None and not async_op:
-            return call.at_once(x)
         return self._calls.issue(call, async_op, timeout, x)
 
     @shortcut
@@ -384,7 +372,7 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work | None:
-        """The root's out becomes all ranks' x, one behind the other; out is None on the others.
+        """Gathers all ranks' x into the root's out, in the order of ranks; out is None on the others.
 
         counts: elements of each rank's x, the same on every rank; by default all ranks give as many as this one.
         """
@@ -401,15 +389,13 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
         if call is None:
             data = buffers.inspect(x, "gather: x", writable=False)
             parts = arguments.given_parts("gather", counts, data.size, self.size)
-            arguments.own_part("gather: x", data, parts, self.rank)
-            target = of_root("gather: out", out, root, self.rank, sum(parts), writable=True)
+            arguments.check_own_part("gather: x", data, parts, self.rank)
+            target = inspect_root_array("gather: out", out, root, self.rank, sum(parts), writable=True)
             if target is not None:
-                arguments.same_dtype("gather", target, data)
+                arguments.check_same_dtype("gather", target, data)
                 arguments.refuse_overlap("gather", data, target, parts, self.rank)
             chosen = self._calls.choose("gather", algorithm, data, sum(parts) * data.dtype.itemsize)
             call = self._calls.prepare(key, "gather", chosen, target, data, root, parts)
-        if timeout is None and not async_op:
-            return call.at_once((out, x))
         return self._calls.issue(call, async_op, timeout, (out, x))
 
     @shortcut
@@ -424,7 +410,7 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Work | None:
-        """out becomes this rank's part of the root's x; x is None on the others.
+        """Scatters the root's x: out receives this rank's part; x is None on the others.
 
         counts: elements of each rank's out, the same on every rank; by default all get as many as this one.
         """
@@ -441,15 +427,13 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
         if call is None:
             target = buffers.inspect(out, "scatter: out", writable=True)
             parts = arguments.given_parts("scatter", counts, target.size, self.size)
-            arguments.own_part("scatter: out", target, parts, self.rank)
-            data = of_root("scatter: x", x, root, self.rank, sum(parts), writable=False)
+            arguments.check_own_part("scatter: out", target, parts, self.rank)
+            data = inspect_root_array("scatter: x", x, root, self.rank, sum(parts), writable=False)
             if data is not None:
-                arguments.same_dtype("scatter", target, data)
+                arguments.check_same_dtype("scatter", target, data)
                 arguments.refuse_overlap("scatter", target, data, parts, self.rank)
             chosen = self._calls.choose("scatter", algorithm, target, sum(parts) * target.dtype.itemsize)
             call = self._calls.prepare(key, "scatter", chosen, target, data, root, parts)
-        if timeout is None and not async_op:
-            return call.at_once((out, x))
         return self._calls.issue(call, async_op, timeout, (out, x))
 
     # ---- order ------------------------------------------------------------------------------------------------
@@ -477,7 +461,7 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
         refused = [name for name in ("async_op", "timeout") if name in arguments]
         if refused:
             raise ArgumentError(f"prepare: got {refused[0]}; needs it where the prepared operation is called")
-        made: PreparedOperation = getattr(self, operation)(*arrays, **arguments, timeout=NOT_YET)
+        made: PreparedOperation = getattr(self, operation)(*arrays, **arguments, timeout=PREPARE_ONLY)
         return made
 
     def compound(
@@ -485,7 +469,7 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
     ) -> Work | None:
         """Runs `task` as one operation: the operations that it calls on this Communicator run at once, as its parts.
 
-        So that what comes later may depend on what came first, and nothing comes in between.
+        A later part may use the result of an earlier one; no other operation runs between them.
 
         name: for errors.
         task: calls operations, none of them asynchronous, the same on every rank; with async_op it runs in another
@@ -498,12 +482,12 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
         issuer, index = self._issuer, gpu_index("compound", device)
 
         def parts() -> None:
-            around, issuer.compound_in = issuer.compound_in, threading.get_ident()
+            outer, issuer.compound_in = issuer.compound_in, threading.get_ident()
             try:
                 with background_on_all_ranks() if async_op else contextlib.nullcontext():
                     task()
             finally:
-                issuer.compound_in = around
+                issuer.compound_in = outer
 
         call = parts if index is None else self._dispatch.gpu.compound(name, parts, index)
         issue = issuer.issue if timeout is None else issuer.within(timeout)
@@ -511,10 +495,10 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
 
 
 def _tuple(counts: Any) -> Any:
-    """Counts as a part of a key: by their values, whatever holds them. What is no counts is left to the checks."""
+    """Converts counts to a tuple for the key; anything else is left to the checks."""
     if counts is None:
         return None
     try:
         return tuple(operator.index(count) for count in counts)
     except TypeError:
-        return [counts]  # which is no key
+        return [counts]  # unhashable: the call is not kept

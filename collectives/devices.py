@@ -17,7 +17,7 @@ from .backends.cuda.arrays import gpu_index
 from .backends.cuda.copies import Arrival, Copies, GpuCopies
 from .backends.cuda.device import Stream
 from .backends.cuda.pages import DevicePages
-from .errors import ArgumentError
+from .backends.cuda.task import refuse_capture
 from .memory.pages import Pages
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ __all__ = [
     "Pages",
     "Place",
     "place_at",
-    "take_turn",
-    "why_not",
+    "select_gpu",
+    "unusable_reason",
 ]
 
 
@@ -61,13 +61,13 @@ class Place:
     def synchronize(self) -> None:
         """Blocks the host until all that the current stream holds is done, so that other processes see it."""
 
-    def keep(self, tensor: torch.Tensor) -> None:
+    def record_use(self, tensor: torch.Tensor) -> None:
         """Records that the current stream uses the tensor's memory: if freed, it is not reused before."""
 
     def refuse_capture(self, what: str) -> None:
         """Raises ArgumentError while a CUDA graph is captured. what: that cannot be in one."""
 
-    def is_one_for(self, comm: Communicator) -> bool:
+    def is_same_for_all(self, comm: Communicator) -> bool:
         """Returns whether all ranks have their memory in the same host, or on the same GPU. Collective."""
         return comm.nodes == 1
 
@@ -116,21 +116,17 @@ class GpuPlace(Place):
         with self._gpu.current():
             self._gpu.torch_stream().record().wait()
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Implements `Place.keep`."""
+    def record_use(self, tensor: torch.Tensor) -> None:
+        """Implements `Place.record_use`."""
         self._gpu.keep(tensor)
 
     def refuse_capture(self, what: str) -> None:
         """Implements `Place.refuse_capture`."""
         with self._gpu.current():
-            if self._gpu.torch_stream().is_capturing:
-                raise ArgumentError(
-                    f"{what}: called while a CUDA graph is captured, which cannot hold what the host and other ranks "
-                    "do for it; needs to be called outside of the capture"
-                )
+            refuse_capture(self._gpu.torch_stream(), what)
 
-    def is_one_for(self, comm: Communicator) -> bool:
-        """Implements `Place.is_one_for`."""
+    def is_same_for_all(self, comm: Communicator) -> bool:
+        """Implements `Place.is_same_for_all`."""
         return comm.nodes == 1 and len(set(comm.mpi.allgather(self._gpu.identity()))) == 1
 
     def with_own_storage(self, part: torch.Tensor) -> torch.Tensor:
@@ -153,15 +149,15 @@ def place_at(device: Any) -> Place:
     return HOST if index is None else GpuPlace(index)
 
 
-def why_not() -> str:
+def unusable_reason() -> str:
     """The reason why torch tensors on GPUs cannot be used here; empty if they can."""
     if not torch.cuda.is_available():
         return "torch sees no GPU" if torch.version.cuda else "this torch is built without CUDA"
-    return driver.missing()
+    return driver.unusable_reason()
 
 
-def take_turn(local_rank: int) -> torch.device:
-    """The GPU of a rank, torch's current one from here on: ranks of a host take those that they see in turn."""
+def select_gpu(local_rank: int) -> torch.device:
+    """Makes a GPU torch's current one and returns it; the ranks of a host use the visible GPUs in turn."""
     device = torch.device(driver.TORCH, local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

@@ -6,9 +6,10 @@ label, is_debugging                 names for torch.profiler; whether MPIDL_DEBU
 Position, listing, deadlocked       the operations that ranks are in, and who waits for whom in a circle
 describe_program                    what the watchdog's reports say of the program besides
 calls_of_main_thread                where the program is, for other threads
-say, PASS_ON_S                      writes to the error output, after what the program has written; seconds until a
+print_to_stderr, PASS_ON_S          writes to the error output, after what the program has written; seconds until a
                                     launcher has passed it on
-Witness, witnessed, tell            what a launcher sees of its ranks, and what a rank tells it
+Witness, has_launcher               what a launcher sees of its ranks, and whether there is one
+send_processes                      tells it which process is which rank
 JOB, mapped, exit_status            what a job leaves behind, and the status that a rank is about to exit with
 """
 
@@ -24,8 +25,8 @@ from .process.labels import label
 from .runtime.positions import Position, listing
 from .runtime.program import describe_program
 from .runtime.stack import calls_of_main_thread
-from .runtime.watchdog import PASS_ON_S, say
-from .runtime.witness import Witness, tell, witnessed
+from .runtime.watchdog import PASS_ON_S, print_to_stderr
+from .runtime.witness import Witness, has_launcher, send_processes
 
 __all__ = [
     "JOB",
@@ -38,13 +39,13 @@ __all__ = [
     "describe_program",
     "directories",
     "exit_status",
+    "has_launcher",
     "is_compiled",
     "is_debugging",
     "label",
     "listing",
     "mapped",
-    "say",
-    "tell",
+    "print_to_stderr",
+    "send_processes",
     "usable",
-    "witnessed",
 ]

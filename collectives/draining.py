@@ -1,4 +1,4 @@
-"""For engines: operations that some ranks have begun and others have not yet joined, and may join late.
+"""Operations of engines that some ranks have begun and others have not yet joined, and may join late.
 
 exempt_from_watchdog    the watchdog does not count this rank's waits: the other ranks may come late
 register_drain_hook     at the end of a Communicator, completes operations that some ranks have begun and others not

@@ -47,7 +47,6 @@ class Pricing:
     symmetry: False follows every rank even where one node could stand for all (`layout`); the price is the same.
     Where the programs are too long to compare all ranks', those of a few stand for all.
     nodes: the ranks of each node, in place of the cluster's equal ones; then every rank is followed.
-    followed: how many ranks are followed.
     Raises ArgumentError for a schedule without symmetry that has more rounds than can be followed.
     """
 
@@ -60,7 +59,6 @@ class Pricing:
         nodes: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self._layout = Layout(schedule, cluster, symmetry=symmetry, nodes=nodes)
-        self.followed = self._layout.followed
 
     def seconds(self, nbytes: float) -> float:
         """The predicted time for an operation whose larger buffer has `nbytes`."""

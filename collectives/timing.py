@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 
-class Group(Protocol):
+class TimedGroup(Protocol):
     """Part of a Communicator that timing uses."""
 
     mpi: MPI.Intracomm
@@ -41,7 +41,7 @@ class Clock:
 
 
 def sample(
-    comm: Group,
+    comm: TimedGroup,
     steps: Sequence[tuple[Callable[[], Any], Callable[[], Any]]],
     count: int,
     warmup: int = 3,
@@ -71,7 +71,7 @@ def sample(
 
 
 def measure(
-    comm: Group,
+    comm: TimedGroup,
     calls: Mapping[str, Callable[[], Any]],
     count: int,
     warmup: int = 3,

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .backends.tables import ALWAYS, TUNING, Table, library, tuning_path, write_tables
+from .backends.tables import NO_LIMIT, TUNING, Table, library, tuning_path, write_tables
 from .calibration import calls_of, table_of
 from .command_line import parse_together
 from .communicator import Communicator
@@ -76,7 +76,7 @@ def main() -> None:
 
 def _words(row: tuple[float, str]) -> str:
     limit, name = row
-    return name if limit == ALWAYS else f"{name} up to {limit:.0f}"
+    return name if limit == NO_LIMIT else f"{name} up to {limit:.0f}"
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ Engines, which train a model:
 
 What they share:
 
-    gradients/         phases of a backward pass, buckets, clipping, loss scaling, search for NaN; compression/
+    gradients/         phases of a backward pass, buckets, clipping, search for NaN; compression/
     comm_hooks         communication hooks: functions that reduce a bucket in place of the engine
     replicas/          rank 0's values to all ranks, and the comparison of what must be equal
     engine_arguments   checks of arguments that DDP and ZeRO both take
@@ -27,7 +27,7 @@ What they share:
 
 The ranks, and the job that they are:
 
-    job/               start and end of the job, agreements of all ranks, objects, uneven inputs, signals
+    job/               start and end of the job, agreements of all ranks, objects, signals
     mesh/              named axes over the ranks. pp, cp and ep have groups there, and no layers or schedules yet
     launch/            python -m mpidl.launch: starts a failed job again
     doctor/            python -m mpidl.doctor: looks at the machine, and at how the job's ranks lie on it
@@ -35,6 +35,7 @@ The ranks, and the job that they are:
 For training programs:
 
     models/, data/     GPT-2, BERT, ResNet; texts, images, tokenizers, samplers, loaders
+    training/          loss scaling, a guard against NaN, replicas that must stay equal, over any engine
     nn/, optim/        SyncBatchNorm; LARS, LAMB, 8-bit and 1-bit Adam, DiLoCo, Dion, EMA, schedules
     activations/       activation checkpointing, with checkpoints sharded, in one arena, or on disk
     checkpoint/        saves and loads a training, on any number of ranks
@@ -57,6 +58,7 @@ from typing import TYPE_CHECKING
 
 from . import comm_hooks, mesh
 from .ddp import DistributedDataParallel
+from .ddp.uneven_inputs import Join, Joinable, JoinHook
 from .errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -68,21 +70,21 @@ from .errors import (
     TrainingError,
     UsageError,
 )
-from .gradients.amp import GradScaler
 from .gradients.clip import clip_grad_norm_, clip_grad_value_
 from .gradients.compression import COMPRESSORS, Compression
 from .gradients.global_mean import global_mean
-from .gradients.nonfinite import NonfiniteWatch, find_nonfinite_gradients
-from .gradients.nonfinite_guard import NonfiniteGuard
+from .gradients.nonfinite import NonfiniteWatch
 from .job.agreement import agree_or_exit
 from .job.objects import all_gather_object, broadcast_object
 from .job.runtime import init, pick_device
 from .job.signals import STOPPED, StopSignal
-from .job.uneven_inputs import Join, Joinable, JoinHook
 from .lazy_names import lazily
 from .mesh import Mesh
 from .nn.sync_batch_norm import SyncBatchNorm
-from .replicas.replica_check import check_replicas
+from .training.loss_scaling import GradScaler
+from .training.nonfinite_gradients import find_nonfinite_gradients
+from .training.nonfinite_guard import NonfiniteGuard
+from .training.replica_check import check_replicas
 from .version import __version__
 from .zero import Offload, Precision, ZeroOptimizer, deferred_init
 

@@ -96,7 +96,7 @@ class Progress:
 
 
 def add_compress(parser: Any) -> None:
-    """Adds --compress: None, or checked settings of `Compression`."""
+    """Adds --compress; its value is None, or a text that `Compression` accepts."""
     parser.add_argument(
         "--compress", type=_method, metavar="METHOD", help=f"how gradients are sent: auto, {', '.join(COMPRESSORS)}"
     )

@@ -12,6 +12,6 @@ import torch
 uncompiled = torch._disable_dynamo
 
 
-def plain(model: Any) -> Any:
-    """The model that torch.compile was given, if this is what it made; its parameters have the plain names."""
+def unwrap_compiled(model: Any) -> Any:
+    """Returns the module inside what torch.compile made; any other object as it is."""
     return getattr(model, "_orig_mod", model) if isinstance(model, torch.nn.Module) else model

@@ -60,8 +60,8 @@ def _search(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
                 yield from _search(list(vars(leaf).values()), seen)
 
 
-def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Makes `tensor` what `other` is, in place: for all that refer to it. Its attributes stay."""
+def swap_in_place(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Replaces `tensor` by `other` in place, for all references to it; `tensor` keeps its attributes."""
     other.__class__ = tensor.__class__
     other.__dict__.update(tensor.__dict__)
     # The core of torch.utils.swap_tensors. That refuses a tensor with weak references, as a recurrent layer has to its

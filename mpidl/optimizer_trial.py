@@ -32,7 +32,9 @@ ON_WHOLES = ("Muon", "Adafactor")  # the former makes matrices orthogonal, the l
 ON_WHOLE_MODELS = {"LBFGS": "it works on the whole model's gradient at once"}
 
 DEPENDENT = "depends on the other parameters, or on random numbers"
-NOT_SEQUENTIAL = "makes other steps on one parameter after another than on all at once, as what counts its steps does"
+NOT_SEQUENTIAL = (
+    "steps differently on one parameter at a time than on all at once, as an optimizer that counts its steps does"
+)
 _STEPS = 8  # some change their manner after a few
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -93,7 +95,7 @@ def needs_of(
     return trial()
 
 
-def averages_itself(optimizer: torch.optim.Optimizer) -> str:
+def averaged_by_step(optimizer: torch.optim.Optimizer) -> str:
     """Tells what the optimizer's step averages over the ranks: `StepNeeds.averages`, as it or its class declares."""
     found = _declared(optimizer)
     return "" if found is None else found.averages
@@ -116,7 +118,7 @@ def _is_torchs(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     return f"{optimizer_class.__module__}.".startswith("torch.optim.")
 
 
-def notes_in_groups(noted: Iterable[str]) -> str:
+def reason_of_changed_settings(noted: Iterable[str]) -> str:
     """Says why it cannot step in the backward pass."""
     return f"changes {', '.join(sorted(noted))} of its groups in a step, and a backward pass makes one for each bucket"
 
@@ -155,7 +157,7 @@ def try_steps(make: MakeOptimizer, groups: Sequence[Mapping[str, Any]]) -> Trial
         return torch.cat([(p.detach() - start).flatten() for p, start in pairs])
 
     with torch.random.fork_rng(devices=[]):
-        for group in _unlike(groups):
+        for group in _merge_equal_groups(groups):
             for dimensions in sorted({p.dim() for p in group["params"]}):
                 shape = [*[1] * (dimensions - 2), 4, 3][-dimensions:] if dimensions else []
                 count = math.prod(shape)
@@ -172,10 +174,10 @@ def try_steps(make: MakeOptimizer, groups: Sequence[Mapping[str, Any]]) -> Trial
 
 def try_steps_of(optimizer: torch.optim.Optimizer) -> Trial:
     """Steps with optimizers like this one, which itself stays as it is."""
-    return try_steps(partial(_like, optimizer), optimizer.param_groups)
+    return try_steps(partial(_copy_without_steps, optimizer), optimizer.param_groups)
 
 
-def _like(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _copy_without_steps(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """An optimizer of other groups that has made no step, with copies of all else that the given one holds."""
     made: torch.optim.Optimizer = object.__new__(type(optimizer))
     own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "step")}
@@ -187,8 +189,8 @@ def _like(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> tor
     return made
 
 
-def _unlike(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The groups, those with equal settings as one, as there may be one for each parameter."""
+def _merge_equal_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Merges groups with equal settings, as there may be one group for each parameter."""
     found: dict[str, dict[str, Any]] = {}
     for group in groups:
         settings = without_parameters(group)

@@ -10,6 +10,9 @@
 `--resume auto`, the default, goes on from the newest checkpoint that can be loaded; a directory in which none can be is
 an error, as to begin anew would in time remove what there is. A job that `mpidl.launch` has started again goes on from
 its own newest checkpoint, whatever --resume says: the option holds for the first start.
+
+Every rank calls `resume` and `after` with the same numbers. Rank 0 looks for checkpoints and tells the others; an error
+on any rank ends all ranks with one line.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from .job.objects import broadcast_object
 from .job.signals import StopSignal
 from .mesh import Mesh
 
-CAME_TO = "MPIDL_CAME_TO"  # the newest checkpoint of a job that has saved one and is started again
+NEWEST_CHECKPOINT = "MPIDL_CAME_TO"  # the newest checkpoint of a job that has saved one and is started again
 Result = TypeVar("Result")
 _NAMES = ("model", "optimizer", "scheduler", "scaler", "sampler")
 
@@ -151,11 +154,11 @@ class Checkpoints:
 
     def _load(self) -> Loaded | None:
         """Loads the checkpoint to go on from, if any; with --resume auto the newest that turns out undamaged."""
-        said: list[str] = []
+        reported: list[str] = []
         failed: list[Path] = []
         resume = broadcast_object(self._comm, self._resume)  # rank 0's: others may not have the variable
         while True:
-            found = agree_or_exit(self._comm, lambda: None if self._comm.rank else self._find(resume, said, failed))
+            found = agree_or_exit(self._comm, lambda: None if self._comm.rank else self._find(resume, reported, failed))
             found = broadcast_object(self._comm, found)  # rank 0 chooses
             if found is None:
                 return None
@@ -172,16 +175,16 @@ class Checkpoints:
     @property
     def _resume(self) -> str:
         """--resume; "auto" where a former run of the job has saved a checkpoint."""
-        came_to, folder = os.environ.get(CAME_TO), self._options.checkpoint_dir
+        came_to, folder = os.environ.get(NEWEST_CHECKPOINT), self._options.checkpoint_dir
         goes_on = came_to and folder and Path(came_to).parent.resolve() == folder.resolve()
         return "auto" if goes_on else self._options.resume
 
-    def _find(self, resume: str, said: list[str], failed: Collection[Path]) -> Path | None:
+    def _find(self, resume: str, reported: list[str], failed: Collection[Path]) -> Path | None:
         """Finds the checkpoint to go on from, on rank 0.
 
         resume: auto, never or a path.
-        said: what was passed over; it grows.
-        failed: not to take.
+        reported: reasons already printed; grows.
+        failed: checkpoints that did not load, not to be chosen again.
         """
         folder = self._options.checkpoint_dir
         if resume == "never":
@@ -190,31 +193,31 @@ class Checkpoints:
                 self._say(f"note: {former[-1]} is of a former run; {kept}")
             return None
         if resume != "auto":
-            return self._named(Path(resume), said)
+            return self._named(Path(resume), reported)
         if folder is None:
             return None
-        found = self._newest(folder, said, failed)
+        found = self._newest(folder, reported, failed)
         if not found and checkpoint.named(folder):
             raise CheckpointError(f"{folder}: no checkpoint in it can be loaded; --resume never begins anew")
         return found
 
-    def _named(self, path: Path, said: list[str]) -> Path:
+    def _named(self, path: Path, reported: list[str]) -> Path:
         if not os.path.exists(path):
             raise UsageError(f"--resume {path}: no such directory")
-        found = self._newest(path, said)
-        if not found and not said:
+        found = self._newest(path, reported)
+        if not found and not reported:
             raise UsageError(f"--resume {path}: is no checkpoint, and holds none")
         if not found:
             raise CheckpointError(f"{path}: no checkpoint in it can be loaded")
         return found
 
-    def _newest(self, path: Path, said: list[str], without: Collection[Path] = ()) -> Path | None:
+    def _newest(self, path: Path, reported: list[str], without: Collection[Path] = ()) -> Path | None:
         """A checkpoint itself, or the newest of a directory."""
         found, passed = checkpoint.find(path, without)
         for why in passed:
-            if why not in said:
+            if why not in reported:
                 self._say(f"passed over: {why}")
-                said.append(why)
+                reported.append(why)
         return found
 
     def _say(self, line: str) -> None:

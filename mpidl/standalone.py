@@ -20,7 +20,10 @@ def is_standalone(interpreter: Sequence[str], program: str) -> bool:
     interpreter: sys.orig_argv.
     program: sys.argv[0].
     """
-    return program == "-m" and any(option == "-m" and name in _COMMANDS for option, name in pairwise(interpreter))
+    return program == "-m" and any(  # "-m mpidl.memory", "-Im mpidl.memory" or "-mmpidl.memory"
+        option.startswith("-") and "m" in option and (option.partition("m")[2] or name) in _COMMANDS
+        for option, name in pairwise([*interpreter, ""])
+    )
 
 
 if is_standalone(sys.orig_argv, sys.argv[0] if sys.argv else ""):

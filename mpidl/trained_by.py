@@ -65,7 +65,7 @@ def trainer_of_model(model: torch.nn.Module) -> Trainer | None:
 
 
 def refuse_trained(what: str, model: torch.nn.Module) -> None:
-    """ConfigurationError if a ZeroOptimizer trains any part of the model. what: the argument that it is."""
+    """Raises ConfigurationError if a ZeroOptimizer trains any part of the model. what: the argument that it is."""
     name, trainer = _first_claimed(model)
     if trainer is None:
         return

@@ -146,18 +146,11 @@ def sanitized() -> list[tuple[str, str]]:
     return found
 
 
-def missing() -> str:
-    """Why no GPU can be used here; empty if one can."""
-    import torch
-
-    from collectives.backends.cuda.driver import missing
-
-    return missing() if torch.cuda.is_available() else "torch sees no CUDA GPU"
-
-
 def main(options: Iterable[str]) -> int:
     """Runs all and shows the table; the exit status."""
-    why = missing()
+    from collectives.devices import unusable_reason
+
+    why = unusable_reason()
     options = list(options)
     if options == ["--check"]:
         print(why)

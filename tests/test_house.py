@@ -107,7 +107,7 @@ LAYERS = {
         "ways to carry them out": "backends partitioned",
         "messages": "messages",
         "measuring": "timing calibration",
-        "groups of ranks": "group prepared",
+        "groups of ranks": "group",
         "API": "communicator",
         "over it": "__init__ algorithms devices diagnostics draining command_line",
         "programs": "tune bench",
@@ -117,11 +117,11 @@ LAYERS = {
         "optional_packages regular_files scratch_file setting_checks standalone trained_by partial_steps "
         "optimizer_trial weight_files",
         "the job": "job",
-        "groups of ranks": "mesh job.uneven_inputs",
+        "groups of ranks": "mesh",
         "parts of training": "model_files data models nn tensor",
         "parts of engines": "gradients replicas comm_hooks",
         "DDP": "ddp",
-        "over DDP": "gradients.nonfinite optim",
+        "over DDP": "optim",
         "base of ZeRO": "zero.traffic zero.copy_guard zero.forward_label zero.shard_group zero.placeholder "
         "zero.parameter_shard zero.slices",
         "between steps": "zero.gradients zero.parameters",
@@ -132,8 +132,7 @@ LAYERS = {
         "over its parts": "zero.gradients.clip_and_unscale zero.stepping.step zero.states.state_methods",
         "what builds it": "zero.construction",
         "ZeRO": "zero",
-        "over every engine": "gradients.amp gradients.nonfinite_guard replicas.replica_check activations memory "
-        "checkpoint",
+        "over every engine": "training activations memory checkpoint",
         "programs": "checkpoint.__main__ cli doctor launch memory.__main__ resuming",
         "API": "__init__",
     },
@@ -192,6 +191,16 @@ def circles(imports: dict[str, set[str]]) -> list[str]:
     return [f"{module} -> {other}" for module, other in pairs if other == module or module in reached(other)]
 
 
+def between_folders(imports: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The imports from folder to folder of a package. A program in a folder, `__main__`, belongs to none."""
+    found: dict[str, set[str]] = {module.split(".")[0]: set() for module in imports}
+    for module, others in imports.items():
+        if not module.endswith("__main__"):
+            folder = module.split(".")[0]
+            found[folder] |= {other.split(".")[0] for other in others} - {folder}
+    return found
+
+
 def layer(package: str, module: str) -> int:
     """The number of a module's layer in its package, by the longest name in LAYERS that fits."""
     named = {name: number for number, names in enumerate(LAYERS[package].values()) for name in names.split()}
@@ -209,6 +218,11 @@ def upwards(package: str, imports: dict[str, set[str]]) -> list[str]:
 @pytest.mark.parametrize("package", LAYERS)
 def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
     assert not circles(imports_within(package, sources_of(package)))
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_no_folders_import_each_other_in_a_circle(package: str) -> None:
+    assert not circles(between_folders(imports_within(package, sources_of(package))))
 
 
 @pytest.mark.parametrize("package", LAYERS)
@@ -241,6 +255,10 @@ def test_circles_and_imports_of_higher_layers_are_found() -> None:
     assert all(found.startswith("base.buffers imports backends.cuda") for found in upwards("collectives", imports))
     sources["base/buffers.py"] = "import numpy"
     assert not circles(imports_within("collectives", sources))
+    sources["base/pages.py"] = "from ..backends.cuda import arrays"
+    assert not circles(imports_within("collectives", sources))
+    between = between_folders(imports_within("collectives", sources))
+    assert sorted(circles(between)) == ["backends -> base", "base -> backends"]
 
 
 PUBLIC = (
@@ -313,6 +331,7 @@ def test_every_module_says_what_it_is() -> None:
 FORBIDDEN = "somebody, nobody, whoever, let go, is through, apart, alike, beside, as ever, on the way"
 _FORBIDDEN = re.compile(rf"\b(?:{FORBIDDEN.replace(', ', '|')})\b".replace(" ", r"\s+(?:#\s+)?"), re.IGNORECASE)
 _BEGINNING = re.compile(r"(?:What|Whether|Of|As|See|The same)\b")
+_NO_PHRASE = re.compile(r"(?:How|Where|With|Either|Never|For|Those)\b")  # of a test it may go on from the name
 
 # By the start of a path, what may stand there all the same.
 KEPT = {
@@ -322,11 +341,11 @@ KEPT = {
 }
 
 
-def wrong_beginnings(source: str) -> list[str]:
+def wrong_beginnings(source: str, *more: re.Pattern[str]) -> list[str]:
     """The first lines of a source's docstrings that begin neither with a verb nor with a noun phrase."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
-    return [text.partition("\n")[0] for text in found if _BEGINNING.match(text)]
+    texts = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+    return [text.partition("\n")[0] for text in texts if any(wrong.match(text) for wrong in (_BEGINNING, *more))]
 
 
 _PARAMETER = re.compile(r"(?:^|(?<=[.;] ))(\w+(?:, \w+)*): ")
@@ -363,6 +382,7 @@ def outside_tests(*more: Path) -> dict[str, str]:
 
 def test_docstrings_begin_with_a_verb_or_a_noun_phrase() -> None:
     found = {path.relative_to(ROOT).as_posix(): wrong_beginnings(path.read_text()) for path in FILES}
+    found |= {path: wrong_beginnings(text, _NO_PHRASE) for path, text in outside_tests().items()}
     assert not {path: lines for path, lines in found.items() if lines}
 
 
@@ -372,8 +392,9 @@ def test_parameters_stand_one_a_line() -> None:
 
 
 def test_words_that_contributing_forbids_are_not_used() -> None:
-    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile")]
-    texts = outside_tests(*pages, *sorted((ROOT / "docs").glob("*.md")))
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile")]
+    in_c = (ROOT / "collectives" / "native").glob("*.[ch]")
+    texts = outside_tests(*pages, *sorted((ROOT / "docs").glob("*.md")), *sorted(in_c))
     assert FORBIDDEN in texts["CONTRIBUTING.md"]
     found = {path: forbidden(path, text) for path, text in texts.items()}
     assert not {path: words for path, words in found.items() if words}
@@ -382,6 +403,7 @@ def test_words_that_contributing_forbids_are_not_used() -> None:
 def test_beginnings_and_words_that_are_forbidden_are_found() -> None:
     source = '"""What it is."""\nclass A:\n    """The same.\n\n    x"""\n    def f(self):\n        """Asks."""\n'
     assert wrong_beginnings(source) == ["What it is.", "The same."]
+    assert wrong_beginnings('"""With one."""\n', _NO_PHRASE) == ["With one."]
     assert forbidden("mpidl/x.py", "Besides, one is\n# through. Nobody") == ["is\n# through", "Nobody"]
     assert forbidden("mpidl/checkpoint/x.py", "told['apart'], apart") == ["apart"]
 

@@ -15,12 +15,11 @@
     selection   "auto": which of them serves an operation of so many bytes
     tables      by which "auto" chooses: tuned, calibrated, or the defaults of an MPI library
     dispatch    one rank's view of a group: its backends, its memory, and the way to its GPUs (`cuda.backend`)
-    checks      the same with MPIDL_DEBUG=1: the ranks compare what they are about to do
+    checks      that view with MPIDL_DEBUG=1: before each operation the ranks compare what they are about to do
 
 A new backend is a file with a subclass of `Backend`, its line in `registry.MAKERS` and its line above; a new schedule
 is a file in `collectives.schedules.algorithms` and its name in `NAMES` and `ALGORITHMS` there. A new operation is
-declared in `Backend` and defined in every backend that has it. Three other files name a backend; check them when you
-add or rename one: `tables`, by which "auto" chooses; the engines' file that asks by name for the one that adds in the
-order of ranks; and `collectives.bench.sides`, for the benchmark. CONTRIBUTING.md has the names, the steps and the
-tests.
+declared in `Backend` and defined in every backend that has it. Other files name a backend; `grep` finds them when you
+rename one: `tables`, by which "auto" chooses; the engines' file that asks by name for the one that adds in the order of
+ranks; `collectives.bench`. CONTRIBUTING.md has the names, the steps and the tests.
 """

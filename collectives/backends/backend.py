@@ -28,7 +28,7 @@ class Resources:
     scratch: memory that operations use in turn.
     meetings: where the ranks of a node meet in shared memory; None where those of some node share none.
     positions: where they show which operations they are in.
-    stages: whether arrays may go through a scratch of shared memory that others need not.
+    use_scratch: whether arrays may go through a scratch of shared memory that others need not.
     """
 
     comm: MPI.Intracomm
@@ -37,14 +37,16 @@ class Resources:
     scratch: Scratch
     meetings: Meetings | None
     positions: Positions
-    stages: bool = True
+    use_scratch: bool = True
 
 
 class PartitionedCall(Protocol):
     """An all_reduce of arrays that this rank hands in one by one, called to reduce them. Collective."""
 
     def hand_in(self, number: int) -> None:
-        """This rank's next array is ready. number: of the operation that will complete it, if nothing comes between.
+        """Hands in this rank's next array.
+
+        number: the operation that will reduce it, if this rank issues no other before.
 
         Raises ArgumentError while another such all_reduce is under way.
         """
@@ -107,7 +109,7 @@ class Backend:
         raise NotImplementedError
 
     def all_to_all(self, out: Buffer, x: Buffer, splits: Splits) -> Call:
-        """Sends leaving[q] elements to rank q, and receives arriving[q] from it."""
+        """Sends send_counts[q] elements to rank q, and receives recv_counts[q] from it."""
         raise NotImplementedError
 
     def broadcast(self, x: Buffer, root: int) -> Call:

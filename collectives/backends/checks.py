@@ -11,17 +11,18 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 from mpi4py import MPI
 
 from ..base.buffers import Buffer, DeviceBuffer
 from ..base.partition import Splits
 from ..base.reduction import Reduction
 from ..errors import MismatchError
-from ..process.topology import Topology, names
+from ..process.topology import Topology, reported_ranks
 from .backend import Call
 from .cuda.task import Task
 from .dispatch import Dispatch
-from .meeting import differences
+from .meeting import check_parts, differences
 
 DEBUG = "MPIDL_DEBUG"
 
@@ -45,9 +46,11 @@ class Signature(NamedTuple):
 class CheckedDispatch(Dispatch):
     """A Dispatch whose ranks compare signatures first, whatever the operation and the backend."""
 
-    def __init__(self, comm: MPI.Intracomm, place: Topology, made: list[MPI.Intracomm], *, stages: bool = True) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, topology: Topology, owned_comms: list[MPI.Intracomm], *, use_scratch: bool = True
+    ) -> None:
         self._number = 0
-        super().__init__(comm, place, made, stages=stages)
+        super().__init__(comm, topology, owned_comms, use_scratch=use_scratch)
 
     def prepare(self, operation: str, algorithm: str, *arguments: Any) -> Call | Task:
         """Implements `Dispatch.prepare`; what the host does of a Task is compared once more, part by part."""
@@ -79,20 +82,13 @@ class CheckedDispatch(Dispatch):
         self._number += 1
         signatures: list[Any] = self.comm.allgather(Signature(self._number, operation, what))
         if any(signature != signatures[0] for signature in signatures):
-            raise MismatchError(differences(signatures, names(self.comm)))
+            raise MismatchError(differences(signatures, reported_ranks(self.comm)))
 
     def _compare_splits(self, operation: str, own: Splits) -> None:
-        """Raises MismatchError on all ranks unless each takes as much from each as that one gives it."""
+        """Raises MismatchError on all ranks unless each pair of ranks agrees on the elements between them."""
         cuts = self.comm.allgather(own)
-        for giver in range(self.size):
-            for taker in range(self.size):
-                given, taken = cuts[giver].leaving[taker], cuts[taker].arriving[giver]
-                if given != taken:
-                    called = names(self.comm)
-                    raise MismatchError(
-                        f"{operation}: rank {called[giver]} gives {given} elements to rank {called[taker]}, "
-                        f"which takes {taken}"
-                    )
+        given, taken = np.array([cut.send_counts for cut in cuts]), np.array([cut.recv_counts for cut in cuts]).T
+        check_parts(operation, given, taken, reported_ranks(self.comm))
 
 
 def _words(operation: str, algorithm: str, arguments: Sequence[Any]) -> str:

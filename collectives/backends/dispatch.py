@@ -23,14 +23,14 @@ from ..base.reduction import Reduction
 from ..base.scratch import Scratch
 from ..memory.counters import STRIDE, Barrier
 from ..memory.shared_memory import Allocator, SharedMemory, is_one_for_all, note_one_for_all
-from ..process.topology import Topology, discover, names
+from ..process.topology import Topology, discover, reported_ranks
 from ..runtime.dropped import free_dropped
 from ..runtime.positions import Positions
-from ..runtime.witness import show, witnessed
-from .backend import Call, PartitionedCall, Resources, in_shared_memory
+from ..runtime.witness import has_launcher, send_page
+from .backend import Call, PartitionedCall, Resources
 from .cuda.task import Task
 from .meeting import Meetings, MeetsInMemory
-from .mpi_functions import is_from_c
+from .mpi_functions import is_native_call
 from .registry import make_backends
 from .selection import Selection
 
@@ -50,8 +50,8 @@ class Dispatch:
 
     comm: of the group's ranks, for nothing else.
     topology: from `discover`.
-    made: gets the communicators that are made.
-    stages: as of Resources. Collective.
+    owned_comms: gets the communicators that are made.
+    use_scratch: as of Resources. Collective.
 
     backends: by name.
     selection: the choice among them.
@@ -59,9 +59,9 @@ class Dispatch:
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, topology: Topology, made: list[MPI.Intracomm], *, stages: bool = True
+        self, comm: MPI.Intracomm, topology: Topology, owned_comms: list[MPI.Intracomm], *, use_scratch: bool = True
     ) -> None:
-        self.comm, self._made = comm, made
+        self.comm, self._owned_comms = comm, owned_comms
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.topology = topology
         self.allocator = Allocator(topology.node)
@@ -69,7 +69,7 @@ class Dispatch:
         self._silently = silent()
         self.positions = Positions(bytearray(Positions.nbytes(1)), 0, 1)
         meetings = self._meetings()
-        self.resources = Resources(comm, topology, self.allocator, self.scratch, meetings, self.positions, stages)
+        self.resources = Resources(comm, topology, self.allocator, self.scratch, meetings, self.positions, use_scratch)
         self.backends = make_backends(self.resources)
         self.selection = Selection(self.backends, {})
         self._symmetric_packing: Array | None = None
@@ -79,22 +79,22 @@ class Dispatch:
     def _meetings(self) -> Meetings | None:
         """Sets up the page that the ranks of a node share; None if those of some node cannot share memory."""
         node, rank, ranks = self.topology.node, self.topology.local_rank, self.topology.local_size
-        crowded = self.topology.crowded
+        oversubscribed = self.topology.oversubscribed
         sizes = Positions.nbytes(ranks), Barrier.nbytes(ranks), Meetings.nbytes(ranks)
         first, second, end = accumulate(-(-size // STRIDE) * STRIDE for size in sizes)
-        seen = rank == 0 and witnessed()
+        seen = rank == 0 and has_launcher()
         memory = self.allocator.allocate(end, shared=True, keep_file=seen)
         if memory is not None:
-            self.positions = Positions(memory, rank, ranks, crowded=crowded)
+            self.positions = Positions(memory, rank, ranks, oversubscribed=oversubscribed)
             if seen:
-                show(memory, self.comm, self.topology.members)
+                send_page(memory, self.comm, self.topology.members)
         if not self.comm.allreduce(int(memory is not None), MPI.MIN):  # on some node they cannot
             return None
         assert memory is not None
         barrier = node.Barrier  # of several nodes: while a rank waits, what it has begun to send to others must go on
         if self.topology.nodes == 1:
-            barrier = Barrier(memory, first, rank, ranks, crowded=crowded, fence=node.Barrier)
-        return Meetings(memory, second, rank, names(node), barrier)
+            barrier = Barrier(memory, first, rank, ranks, oversubscribed=oversubscribed, fence=node.Barrier)
+        return Meetings(memory, second, rank, reported_ranks(node), barrier)
 
     # ---- operations -------------------------------------------------------------------------------------------
 
@@ -112,28 +112,16 @@ class Dispatch:
     def call(self, operation: str, algorithm: str, arguments: Sequence[Any]) -> Call:
         """The operation on host memory by the backend of that name."""
         call: Call = getattr(self.backends[algorithm], operation)(*arguments)
-        from_c = None
+        native_call = None
         if isinstance(call, MeetsInMemory):
-            from_c = call.from_c(self._silently if operation in REDUCTIONS else None)
-        return from_c or self.silent(operation, call)
+            native_call = call.native_call(self._silently if operation in REDUCTIONS else None)
+        return native_call or self.silent(operation, call)
 
     def silent(self, operation: str, call: Call) -> Call:
-        """The call, if it reduces with arithmetic that neither raises nor warns; see `float_errors`."""
-        if operation not in REDUCTIONS or is_from_c(call):
+        """Wraps a reducing call so that it neither raises nor warns; returns others unchanged."""
+        if operation not in REDUCTIONS or is_native_call(call):
             return call
         return (_MeetingCall if isinstance(call, MeetsInMemory) else partial)(self._silently, call)
-
-    def choose(
-        self,
-        operation: str,
-        requested: str,
-        dtype: DType,
-        nbytes: int,
-        op: Reduction | None = None,
-        even: bool = True,
-    ) -> str:
-        """The name of the backend for an operation on host memory; see `selection`."""
-        return self.selection.choose(operation, requested, dtype, nbytes, op, even)
 
     def partitioned(self, parts: Sequence[Buffer], op: Reduction) -> PartitionedCall | None:
         """An all_reduce of parts that are handed in one by one; None where no backend has a way for it. Collective."""
@@ -164,16 +152,11 @@ class Dispatch:
             item = items[0]
             self.call(operation, algorithm, arguments_of(operation, item.whole, item.own, root, op, item.counts))()
             return
-        packed = Packed(items, self._packing(algorithm), self.rank if len(items[0].counts) > 1 else 0)
-        if operation == "all_gather":
-            packed.pack_own()
-        else:
-            packed.pack()
+        packed = Packed(items, self._packing(algorithm), self.rank)
+        packed.pack(operation)
         self.call(operation, algorithm, arguments_of(operation, packed.whole, packed.own, root, op, packed.counts))()
-        if operation == "reduce_scatter":
-            packed.unpack_own()
-        elif written:
-            packed.unpack()
+        if written:
+            packed.unpack(operation)
 
     def _packing(self, algorithm: str) -> Array:
         """Memory of PACKED_BYTES; symmetric, if that helps the backend."""
@@ -199,9 +182,9 @@ class Dispatch:
             self._gpu = GpuBackend(self)
         return self._gpu
 
-    def takes_addresses(self, other: int) -> bool:
+    def takes_device_addresses(self, other: int) -> bool:
         """Returns whether messages to and from that rank may be of GPU memory; see GpuBackend."""
-        return self._gpu is not None and self._gpu.takes_addresses(other)
+        return self._gpu is not None and self._gpu.takes_device_addresses(other)
 
     def close(self) -> None:
         """Gives back what the GPUs' drivers have given. Collective."""
@@ -212,17 +195,14 @@ class Dispatch:
 
     # ---- groups and memory ------------------------------------------------------------------------------------
 
-    @property
-    def shared_memory_backend(self) -> str | None:
-        """The name of the backend that shares memory here, if there is one."""
-        return in_shared_memory(self.backends)
-
     def part(self, color: int) -> Dispatch:
         """Makes the Dispatch of the sub-group with this colour. Collective."""
         comm = self.comm.Split(color, self.rank)
         assert isinstance(comm, MPI.Intracomm)
-        self._made.append(comm)
-        self._parts.append(Dispatch(comm, discover(comm, self._made), self._made, stages=self.resources.stages))
+        self._owned_comms.append(comm)
+        self._parts.append(
+            Dispatch(comm, discover(comm, self._owned_comms), self._owned_comms, use_scratch=self.resources.use_scratch)
+        )
         return self._parts[-1]
 
     def split(self, color: int, key: int) -> MPI.Comm:

@@ -23,7 +23,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..base.buffers import Buffer, copy
-from ..base.partition import even_counts
+from ..base.partition import even_counts, ranges
 from ..base.reduction import Reduction, unify_nans
 from ..base.scratch import Scratch
 from ..process.idle_wait import wait_all
@@ -52,7 +52,7 @@ class Region:
 
 def whole(data: Buffer, counts: Sequence[int]) -> Region:
     """All chunks side by side; counts: elements of each."""
-    return Region(data, tuple(pairwise((0, *accumulate(counts)))))
+    return Region(data, tuple(ranges(counts)))
 
 
 def single(data: Buffer, number: int, parts: int, pieces: int = 1) -> Region:
@@ -231,7 +231,7 @@ class Execution:
             wait_all([request, *(sent[segment] for sent in leaving)])
             mine = local[first:last]
             low, high = (half, mine) if step.peer < self.comm.rank else (mine, half)
-            self.op.pair(low, high, target[first:last])
+            self.op.combine_two(low, high, target[first:last])
             if segment + 2 < len(pieces):
                 begin(segment + 2)
             yield True

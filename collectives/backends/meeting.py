@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +29,7 @@ from ..memory.shared_memory import SharedMemory
 from ..native import compiled
 from ..runtime.positions import CODES, OPERATIONS, listing
 
+Array = np.ndarray[Any, Any]
 Ranges = Sequence[tuple[int, int]]  # elements start <= i < stop, for each rank
 _DTYPES = tuple(DTYPES)
 _OPS = ("none", *KERNELS)
@@ -49,8 +49,8 @@ class MeetsInMemory(ABC):
     def __call__(self) -> Any:
         """Carries it out. Collective."""
 
-    def from_c(self, around: Runner | None) -> Callable[[], None] | None:
-        """Makes the same call from C; None where there is no such way. around: runs what it calls in Python."""
+    def native_call(self, runner: Runner | None) -> Callable[[], None] | None:
+        """Makes the call in C; None where C cannot make it. runner: runs what it calls in Python."""
         return None
 
 
@@ -89,7 +89,7 @@ class Meetings:
 
     memory: shared by the group's ranks, theirs from byte `start` on for `Meetings.nbytes(ranks)` bytes.
     barrier: of the group's ranks.
-    names: by which errors name the group's ranks, from `topology.names`.
+    names: by which errors name the group's ranks, from `topology.reported_ranks`.
     """
 
     def __init__(
@@ -166,9 +166,9 @@ class Meetings:
         return memory[self._heads[turn]] + memory[self._ranges[turn]] if with_ranges else memory[self._heads[turn]]
 
     @cached_property
-    def in_c(self) -> dict[str, Any] | None:
+    def native_arguments(self) -> dict[str, Any] | None:
         """The arguments of `native.OneCopy` with which it meets as these do; None where it cannot."""
-        barrier = self.barrier.in_c if isinstance(self.barrier, Barrier) else None
+        barrier = self.barrier.native_arguments if isinstance(self.barrier, Barrier) else None
         if barrier is None:
             return None
         heads, ranges = (tuple(piece.start for piece in pieces) for pieces in (self._heads, self._ranges))
@@ -240,12 +240,12 @@ class Meeting:
             for rank, row in enumerate(self._table)
         )
 
-    def scatters_in_place(self, starts: Sequence[int]) -> bool:
+    def scatters_in_place(self, parts: Ranges) -> bool:
         """Returns whether every rank's output of a reduce_scatter lies at its place in its input, which all map."""
         itemsize = self._itemsize
         return self.pull and all(
             row[_ADDRESSES + 1] == row[_ADDRESSES] + start * itemsize or start == stop
-            for row, (start, stop) in zip(self._table, pairwise(starts), strict=True)
+            for row, (start, stop) in zip(self._table, parts, strict=True)
         )
 
     @property
@@ -307,17 +307,26 @@ class Meeting:
                     f"{self._entry(0)}: got other counts on {listing(sorted(others))} than on rank {self._names[0]}"
                 )
             raise MismatchError(differences([self._entry(rank) for rank in range(self._ranks)], self._names))
-        if self._ranges is not None and not np.array_equal(self._sizes(1), self._sizes(3).T):
-            giver, taker = (int(i) for i in np.argwhere(self._sizes(1) != self._sizes(3).T)[0])
-            given, taken = int(self._sizes(1)[giver, taker]), int(self._sizes(3)[taker, giver])
-            raise MismatchError(
-                f"{OPERATIONS[self._table[0][0]]}: rank {self._names[giver]} gives {given} elements to rank "
-                f"{self._names[taker]}, which takes {taken}"
-            )
+        if self._ranges is not None:
+            check_parts(OPERATIONS[self._table[0][0]], self._sizes(1), self._sizes(3).T, self._names)
 
     def _entry(self, rank: int) -> Entry:
         code, dtype, op, root, elements, parts = self._table[rank][:_X]
         return Entry(OPERATIONS[code], _DTYPES[dtype], _OPS[op], root, elements, parts)
+
+
+def check_parts(operation: str, given: Array, taken: Array, names: Sequence[int]) -> None:
+    """Raises MismatchError unless every rank takes as many elements as it is given.
+
+    given, taken: elements by giver (rows) and taker (columns).
+    names: of the ranks.
+    """
+    if not np.array_equal(given, taken):
+        giver, taker = np.argwhere(given != taken)[0]
+        raise MismatchError(
+            f"{operation}: rank {names[giver]} gives {given[giver, taker]} elements to rank {names[taker]}, "
+            f"which takes {taken[giver, taker]}"
+        )
 
 
 def differences(entries: Sequence[Any], names: Sequence[int]) -> str:

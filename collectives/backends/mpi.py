@@ -17,10 +17,10 @@ from mpi4py import MPI
 from ..base.buffers import Buffer, DType
 from ..base.float_errors import silent
 from ..base.partition import Splits
-from ..base.reduction import KERNELS, Reduction, mean, unify_nans
+from ..base.reduction import KERNELS, Reduction, mean_kernel, unify_nans
 from ..process.idle_wait import collective
 from .backend import Backend, Call, Resources
-from .mpi_functions import COUNTS, NOTHING, Finish, from_c
+from .mpi_functions import COUNTS, NOTHING, Finish, native_call
 
 _NUMERIC = {"sum": MPI.SUM, "avg": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
 _OPERATORS = {**_NUMERIC, "band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}
@@ -56,7 +56,7 @@ class Library(Backend):
     def all_reduce(self, x: Buffer, op: Reduction) -> Call:
         """MPI_Allreduce, in place."""
         arguments = MPI.IN_PLACE, _elements(x), _operator(op, x.dtype)
-        # In many of the libraries' algorithms each rank adds for itself.
+        # Ranks may add in different orders, so the bits of NaNs may differ.
         unify = self._comm.size > 1 and x.dtype.kind in "fc" and not _is_float_extremum(x.dtype, op)
         return self._reduction("Allreduce", arguments, op, x, unify)
 
@@ -86,7 +86,7 @@ class Library(Backend):
         """MPI_Alltoall, or MPI_Alltoallv where the ranks' parts may differ."""
         if splits.uniform:
             return self._collective("Alltoall", _elements(x), _elements(out))
-        return self._collective("Alltoallv", _parts(x, splits.leaving), _parts(out, splits.arriving))
+        return self._collective("Alltoallv", _parts(x, splits.send_counts), _parts(out, splits.recv_counts))
 
     def broadcast(self, x: Buffer, root: int) -> Call:
         """MPI_Bcast."""
@@ -118,9 +118,9 @@ class Library(Backend):
         return self._collective("Scan", MPI.IN_PLACE, _elements(x), _operator(op, x.dtype))
 
     def exscan(self, x: Buffer, op: Reduction) -> Call:
-        """MPI_Exscan, in place; on rank 0 MPI leaves open what is there then, so that it is given other memory.
+        """MPI_Exscan, in place.
 
-        One for all calls, which no library fills, so that it has no pages.
+        MPI leaves rank 0's result undefined, so rank 0 gives other memory, one for all calls; no library writes to it.
         """
         operator = _operator(op, x.dtype)
         if self._comm.rank:
@@ -137,7 +137,7 @@ class Library(Backend):
     def _collective(self, name: str, *arguments: Any) -> Call:
         """The collective of that name, from C where that can be."""
         call = collective(self._comm, name, *arguments, over_nodes=self._over_nodes)
-        return (None if self._over_nodes else from_c(self._comm, name, arguments, NOTHING, call)) or call
+        return (None if self._over_nodes else native_call(self._comm, name, arguments, NOTHING, call)) or call
 
     def _reduction(
         self, name: str, arguments: tuple[Any, ...], op: Reduction, out: Buffer, unify: bool = False
@@ -153,11 +153,11 @@ class Library(Backend):
         if averages or unify:
             numbers = out.size * (2 if dtype.kind == "c" else 1)
             finish = Finish(out.nbytes // max(numbers, 1), numbers, ranks if averages else 1, unify)
-        return from_c(self._comm, name, arguments, finish, partial(self._silently, call)) or call
+        return native_call(self._comm, name, arguments, finish, partial(self._silently, call)) or call
 
 
 def datatype(dtype: DType) -> MPI.Datatype:
-    """MPI's; for those that it has none for, of integers."""
+    """Returns MPI's datatype; for fp16 and bf16, which MPI lacks, that of 16-bit integers."""
     return MPI.Datatype.fromcode("H" if dtype.widened else dtype.storage.char)
 
 
@@ -202,10 +202,10 @@ def _parts(data: Buffer, counts: Sequence[int]) -> list[Any]:
 
 
 def _finished(call: Callable[..., Any], op: Reduction, ranks: int, out: Buffer) -> Call:
-    """The call, and for an average what turns the sum into it."""
+    """Adds the division of an average to the call."""
     if op.name != "avg" or ranks == 1:
         return call
-    flat, (divide, by) = out.flat, mean(out.dtype.storage, ranks)
+    flat, (divide, by) = out.flat, mean_kernel(out.dtype.storage, ranks)
 
     def run() -> None:
         call()

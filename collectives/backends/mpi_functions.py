@@ -63,8 +63,7 @@ _PARTS_SENT, _PARTS_RECEIVED = ("Alltoall", "Scatter"), ("Allgather", "Alltoall"
 
 
 def _addresses() -> dict[str, int]:
-    """Where the functions lie: in the program itself, where a tool that counts calls puts its own, else in mpi4py's
-    library."""
+    """Finds the functions: in the program, where a tool that counts calls puts its own, else in mpi4py's library."""
     found: dict[str, int] = {}
     for library in (ctypes.CDLL(None), ctypes.CDLL(MPI.__file__)):
         for name in _SHAPES:
@@ -82,10 +81,10 @@ def _fail(status: int) -> None:
     raise MPI.Exception(status)
 
 
-def from_c(
+def native_call(
     comm: MPI.Comm, name: str, arguments: tuple[Any, ...], finish: Finish, patiently: Callable[[], None]
 ) -> Callable[[], None] | None:
-    """The collective of that name as a call from C; None where there is no such way for it.
+    """Makes the call in C; None where C cannot make it.
 
     arguments: as mpi4py has them, arrays as [memory, datatype].
     patiently: the same operation, for a thread that may not poll.
@@ -125,13 +124,13 @@ def from_c(
     return made
 
 
-def is_from_c(call: Callable[[], object]) -> bool:
-    """Returns whether a call is one of `from_c`, in which no numpy runs."""
+def is_native_call(call: Callable[[], object]) -> bool:
+    """Returns whether a call is one of `native_call`, in which no numpy runs."""
     return compiled is not None and isinstance(call, compiled.MpiCall)
 
 
 def _place(array: Any, parts: int) -> tuple[int, int]:
-    """The address of an array, and the elements of one of so many parts of it; none of MPI_IN_PLACE and None."""
+    """Returns an array's address and the elements of one of `parts` equal parts; 0 for MPI_IN_PLACE and None."""
     if not isinstance(array, list):
         return (0 if array is None else int(array)), 0
     memory, datatype = array

@@ -34,9 +34,7 @@ class ScheduleBackend(Backend):
 
     def all_reduce(self, x: Buffer, op: Reduction) -> Call:
         """Reduces and distributes every chunk by the schedule."""
-        schedule = self._schedule("all_reduce", nbytes=x.nbytes)
-        counts = even_counts(x.size, schedule.chunks)
-        return self._call(schedule, whole(x, counts), whole(x, counts), counts, op)
+        return self._in_place("all_reduce", x, op)
 
     def reduce_scatter(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> Call:
         """Reduces every rank's part by the schedule, which cuts it into pieces."""
@@ -54,11 +52,11 @@ class ScheduleBackend(Backend):
 
     def scan(self, x: Buffer, op: Reduction) -> Call:
         """Reduces the prefix of every chunk."""
-        return self._prefix("scan", x, op)
+        return self._in_place("scan", x, op)
 
     def exscan(self, x: Buffer, op: Reduction) -> Call:
         """Reduces the prefix of every chunk without this rank's own."""
-        return self._prefix("exscan", x, op)
+        return self._in_place("exscan", x, op)
 
     def all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> Call:
         """Gathers every rank's part by the schedule, which cuts it into pieces."""
@@ -70,7 +68,7 @@ class ScheduleBackend(Backend):
     def all_to_all(self, out: Buffer, x: Buffer, splits: Splits) -> Call:
         """Sends a chunk from each rank to each."""
         schedule = self._schedule("all_to_all")
-        return self._call(schedule, whole(x, splits.leaving), whole(out, splits.arriving), splits.leaving)
+        return self._call(schedule, whole(x, splits.send_counts), whole(out, splits.recv_counts), splits.send_counts)
 
     def broadcast(self, x: Buffer, root: int) -> Call:
         """Sends every chunk from the root to all."""
@@ -88,7 +86,7 @@ class ScheduleBackend(Backend):
         own = single(out, self._rank, self._size)
         return self._call(self._schedule("scatter", root), None if x is None else whole(x, counts), own, counts)
 
-    def _prefix(self, operation: str, x: Buffer, op: Reduction) -> Call:
+    def _in_place(self, operation: str, x: Buffer, op: Reduction) -> Call:
         schedule = self._schedule(operation, nbytes=x.nbytes)
         counts = even_counts(x.size, schedule.chunks)
         return self._call(schedule, whole(x, counts), whole(x, counts), counts, op)

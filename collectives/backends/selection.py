@@ -12,7 +12,7 @@ from ..base.buffers import DType
 from ..base.reduction import Reduction
 from ..errors import ArgumentError, ArgumentTypeError
 from .backend import Backend
-from .tables import ALWAYS, LIBRARY, Table, Tables, served_tables
+from .tables import LIBRARY, NO_LIMIT, Table, Tables, served_tables
 
 
 class Selection:
@@ -29,7 +29,7 @@ class Selection:
     def __init__(self, backends: Mapping[str, Backend], measured: Tables, defaults: Tables | None = None) -> None:
         self._backends = backends
         found = {**served_tables(backends, defaults), **measured}
-        self.tables: dict[str, Table] = {o: (*table, (ALWAYS, LIBRARY)) for o, table in found.items()}
+        self.tables: dict[str, Table] = {o: (*table, (NO_LIMIT, LIBRARY)) for o, table in found.items()}
         self.choose = lru_cache(maxsize=4096)(partial(_choose, backends, self.tables))
 
     def names(self, operation: str) -> list[str]:
@@ -62,8 +62,8 @@ def _choose(
     serving = _serving(backends, operation)
     if requested == "auto":
         elements = nbytes // dtype.itemsize
-        for limit, name in tables.get(operation, ((ALWAYS, LIBRARY),)):
-            fits = nbytes <= limit if even else limit == ALWAYS
+        for limit, name in tables.get(operation, ((NO_LIMIT, LIBRARY),)):
+            fits = nbytes <= limit if even else limit == NO_LIMIT
             if fits and name in serving and backends[name].suits(operation, dtype, elements, op, even):
                 return name
         return next(name for name in serving if name != LIBRARY)

@@ -6,13 +6,24 @@ it of all arrays. For "auto" this is the way of sizes at which each of the two i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
-from ..base.buffers import Buffer, DType
-from ..base.partition import Splits
+from ..base.buffers import DType
 from ..base.reduction import Reduction
 from .backend import Backend, Call
 from .symmetric.backend import Symmetric
+from .symmetric.operation import Operation
+
+
+def _either(operation: str) -> Callable[..., Call]:
+    """Makes the method that prepares both calls of an operation; where all ranks' arrays lie chooses."""
+
+    def prepare(self: SymmetricOrLibrary, *arguments: Any) -> Call:
+        made: Operation = getattr(self._symmetric, operation)(*arguments)
+        return made.or_else(getattr(self._library, operation)(*arguments))
+
+    return prepare
 
 
 class SymmetricOrLibrary(Backend):
@@ -33,35 +44,11 @@ class SymmetricOrLibrary(Backend):
         """Declines what the library declines."""
         return self._library.suits(operation, dtype, elements, op, even)
 
-    def all_reduce(self, x: Buffer, op: Reduction) -> Call:
-        """Either one's."""
-        return self._symmetric.all_reduce(x, op).or_else(self._library.all_reduce(x, op))
-
-    def reduce_scatter(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> Call:
-        """Either one's."""
-        other = self._library.reduce_scatter(out, x, op, counts)
-        return self._symmetric.reduce_scatter(out, x, op, counts).or_else(other)
-
-    def reduce(self, x: Buffer, root: int, op: Reduction) -> Call:
-        """Either one's."""
-        return self._symmetric.reduce(x, root, op).or_else(self._library.reduce(x, root, op))
-
-    def all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> Call:
-        """Either one's."""
-        return self._symmetric.all_gather(out, x, counts).or_else(self._library.all_gather(out, x, counts))
-
-    def all_to_all(self, out: Buffer, x: Buffer, splits: Splits) -> Call:
-        """Either one's."""
-        return self._symmetric.all_to_all(out, x, splits).or_else(self._library.all_to_all(out, x, splits))
-
-    def broadcast(self, x: Buffer, root: int) -> Call:
-        """Either one's."""
-        return self._symmetric.broadcast(x, root).or_else(self._library.broadcast(x, root))
-
-    def gather(self, out: Buffer | None, x: Buffer, root: int, counts: Sequence[int]) -> Call:
-        """Either one's."""
-        return self._symmetric.gather(out, x, root, counts).or_else(self._library.gather(out, x, root, counts))
-
-    def scatter(self, out: Buffer, x: Buffer | None, root: int, counts: Sequence[int]) -> Call:
-        """Either one's."""
-        return self._symmetric.scatter(out, x, root, counts).or_else(self._library.scatter(out, x, root, counts))
+    all_reduce = _either("all_reduce")
+    reduce_scatter = _either("reduce_scatter")
+    reduce = _either("reduce")
+    all_gather = _either("all_gather")
+    all_to_all = _either("all_to_all")
+    broadcast = _either("broadcast")
+    gather = _either("gather")
+    scatter = _either("scatter")

@@ -31,18 +31,18 @@ from .backend import Backend, in_shared_memory
 TUNING = "MPIDL_TUNING"
 Table = Sequence[tuple[float, str]]  # bytes up to which an algorithm is taken, and its name; ascending
 Tables = Mapping[str, Table]  # by operation
-ALWAYS = float("inf")
+NO_LIMIT = float("inf")
 LIBRARY = "mpi"  # where no table says otherwise
 
 
 def _up_to(limit: int) -> Table:
     """The library's own up to so many bytes, and above that shared memory."""
-    return ((limit, LIBRARY), (ALWAYS, "symmetric"))
+    return ((limit, LIBRARY), (NO_LIMIT, "symmetric"))
 
 
 def _between(first: int, last: float) -> Table:
     """Shared memory, but the library's own for private arrays above the first number of bytes, up to the last."""
-    return ((first, "symmetric"), (last, "symmetric_or_mpi"), (ALWAYS, "symmetric"))
+    return ((first, "symmetric"), (last, "symmetric_or_mpi"), (NO_LIMIT, "symmetric"))
 
 
 # One node. The library's own is some microseconds of Python faster where there is no part in C, and copies as often as
@@ -61,26 +61,26 @@ _NODE: Tables = {
 }
 # Several nodes on a network that is slower than memory.
 _NODES: Tables = {
-    "all_reduce": ((1 << 20, "mpi"), (ALWAYS, "hierarchical")),
-    "reduce_scatter": ((1 << 20, "mpi"), (ALWAYS, "hierarchical")),
-    "all_gather": ((2 << 20, "mpi"), (ALWAYS, "hierarchical")),
-    "reduce": ((256 << 10, "mpi"), (ALWAYS, "hierarchical")),
+    "all_reduce": ((1 << 20, "mpi"), (NO_LIMIT, "hierarchical")),
+    "reduce_scatter": ((1 << 20, "mpi"), (NO_LIMIT, "hierarchical")),
+    "all_gather": ((2 << 20, "mpi"), (NO_LIMIT, "hierarchical")),
+    "reduce": ((256 << 10, "mpi"), (NO_LIMIT, "hierarchical")),
 }
 # Messages alone. Ring reductions meet MPICH's at about 4 MiB on one node.
 _MESSAGES: Tables = {
-    "all_reduce": ((4 << 20, "mpi"), (ALWAYS, "ring")),
-    "reduce_scatter": ((4 << 20, "mpi"), (ALWAYS, "ring")),
-    "broadcast": ((8 << 20, "mpi"), (ALWAYS, "double_tree")),
-    "reduce": ((1 << 20, "mpi"), (ALWAYS, "double_tree")),
+    "all_reduce": ((4 << 20, "mpi"), (NO_LIMIT, "ring")),
+    "reduce_scatter": ((4 << 20, "mpi"), (NO_LIMIT, "ring")),
+    "broadcast": ((8 << 20, "mpi"), (NO_LIMIT, "double_tree")),
+    "reduce": ((1 << 20, "mpi"), (NO_LIMIT, "double_tree")),
 }
 # One node: ranks meet in memory as fast as they send a message, and there is one copy less.
-_REDUCED_IN_MEMORY: Tables = dict.fromkeys(REDUCTIONS, ((ALWAYS, "symmetric"),))
+_REDUCED_IN_MEMORY: Tables = dict.fromkeys(REDUCTIONS, ((NO_LIMIT, "symmetric"),))
 # By the library, and whether the ranks are more than the cores; measured with the part in C on private arrays, warm and
 # cold, as symmetric ones take one copy in any case.
 DEFAULTS: Mapping[tuple[str, bool], Tables] = {
     ("MPICH 5", False): {
         **_REDUCED_IN_MEMORY,
-        "all_gather": ((ALWAYS, "symmetric"),),
+        "all_gather": ((NO_LIMIT, "symmetric"),),
         "all_to_all": _between(128 << 10, 2 << 20),
         "broadcast": _between(64 << 10, 2 << 20),
         "gather": _between(32 << 10, 256 << 10),
@@ -91,8 +91,8 @@ DEFAULTS: Mapping[tuple[str, bool], Tables] = {
         "all_gather": _between(512 << 10, 8 << 20),
         "all_to_all": _between(512 << 10, 8 << 20),
         "broadcast": _between(1 << 20, 4 << 20),
-        "gather": ((ALWAYS, "symmetric"),),
-        "scatter": ((ALWAYS, "symmetric"),),
+        "gather": ((NO_LIMIT, "symmetric"),),
+        "scatter": ((NO_LIMIT, "symmetric"),),
     },
     ("Open MPI 5", False): {
         **_REDUCED_IN_MEMORY,
@@ -104,27 +104,27 @@ DEFAULTS: Mapping[tuple[str, bool], Tables] = {
     },
     ("Open MPI 5", True): {
         **_REDUCED_IN_MEMORY,
-        "all_gather": ((ALWAYS, "symmetric"),),
-        "all_to_all": _between(512 << 10, ALWAYS),
-        "broadcast": ((ALWAYS, "symmetric"),),
+        "all_gather": ((NO_LIMIT, "symmetric"),),
+        "all_to_all": _between(512 << 10, NO_LIMIT),
+        "broadcast": ((NO_LIMIT, "symmetric"),),
         "gather": _between(1 << 20, 2 << 20),
-        "scatter": ((ALWAYS, "symmetric"),),
+        "scatter": ((NO_LIMIT, "symmetric"),),
     },
     ("Intel MPI 2021", False): {
         **_REDUCED_IN_MEMORY,
-        "all_gather": _between(64 << 10, ALWAYS),
-        "all_to_all": _between(32 << 10, ALWAYS),
-        "broadcast": _between(16 << 10, ALWAYS),
+        "all_gather": _between(64 << 10, NO_LIMIT),
+        "all_to_all": _between(32 << 10, NO_LIMIT),
+        "broadcast": _between(16 << 10, NO_LIMIT),
         "gather": _between(16 << 10, 2 << 20),
         "scatter": _between(64 << 10, 2 << 20),
     },
     ("Intel MPI 2021", True): {
         **_REDUCED_IN_MEMORY,
         "reduce_scatter": _between(512 << 10, 2 << 20),
-        "all_gather": _between(512 << 10, ALWAYS),
-        "all_to_all": _between(512 << 10, ALWAYS),
-        "broadcast": _between(2 << 20, ALWAYS),
-        "gather": _between(512 << 10, ALWAYS),
+        "all_gather": _between(512 << 10, NO_LIMIT),
+        "all_to_all": _between(512 << 10, NO_LIMIT),
+        "broadcast": _between(2 << 20, NO_LIMIT),
+        "gather": _between(512 << 10, NO_LIMIT),
         "scatter": _between(512 << 10, 8 << 20),
     },
 }
@@ -138,13 +138,13 @@ def library() -> str:
     return f"{vendor} {version[0]}"
 
 
-def default_tables(mpi: str, nodes: int, local_size: int, crowded: bool) -> Tables | None:
+def default_tables(mpi: str, nodes: int, local_size: int, oversubscribed: bool) -> Tables | None:
     """The default tables of a library for a layout; None where none was measured, as without the part in C.
 
-    crowded: whether the ranks of a node are more than its cores.
+    oversubscribed: whether the ranks of a node are more than its cores.
     """
     is_measured = is_compiled() and nodes == 1 and 1 < local_size <= _MEASURED_RANKS
-    return DEFAULTS.get((mpi, crowded)) if is_measured else None
+    return DEFAULTS.get((mpi, oversubscribed)) if is_measured else None
 
 
 def served_tables(backends: Mapping[str, Backend], defaults: Tables | None) -> dict[str, Table]:
@@ -188,18 +188,18 @@ def tuning_path() -> Path:
     return Path(given) if given else user_folder("XDG_CONFIG_HOME", ".config") / "mpidl" / "tuning.json"
 
 
-def read_tables(path: Path, place: str, layout: str) -> dict[str, Table]:
+def read_tables(path: Path, machine: str, layout: str) -> dict[str, Table]:
     """The tables of a file, by operation; empty where there are none.
 
-    place: what they hold for, such as the MPI library. Raises ArgumentError for a file that holds something else or
+    machine: what they hold for, such as the MPI library. Raises ArgumentError for a file that holds something else or
     cannot be read.
     """
     try:
         if not path.is_file():
             return {}
-        found = json.loads(path.read_text())["tables"].get(place, {}).get(layout, {})
+        found = json.loads(path.read_text())["tables"].get(machine, {}).get(layout, {})
         return {
-            operation: tuple((ALWAYS if limit is None else float(limit), str(name)) for limit, name in rows)
+            operation: tuple((NO_LIMIT if limit is None else float(limit), str(name)) for limit, name in rows)
             for operation, rows in found.items()
         }
     except OSError as error:
@@ -208,11 +208,11 @@ def read_tables(path: Path, place: str, layout: str) -> dict[str, Table]:
         raise ArgumentError(f"{path} is no table of `python -m collectives.tune`: {error}; make it anew") from error
 
 
-def write_tables(path: Path, place: str, layout: str, tables: Tables) -> None:
+def write_tables(path: Path, machine: str, layout: str, tables: Tables) -> None:
     """Puts tables into the file, which is replaced as a whole; what it holds for other places and layouts stays."""
     content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    rows = {o: [(None if limit == ALWAYS else limit, name) for limit, name in table] for o, table in tables.items()}
-    content.setdefault("tables", {}).setdefault(place, {}).setdefault(layout, {}).update(rows)
+    rows = {o: [(None if limit == NO_LIMIT else limit, name) for limit, name in table] for o, table in tables.items()}
+    content.setdefault("tables", {}).setdefault(machine, {}).setdefault(layout, {}).update(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(content, indent=1) + "\n")

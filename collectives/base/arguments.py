@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import operator
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from ..errors import ArgumentError, ArgumentTypeError
-from .buffers import Buffer, home
+from .buffers import Buffer, memory_name
 from .partition import even_counts
+
+_MOMENT = 1e-3  # seconds
 
 
 def wrong_type(name: str, value: Any, needed: str) -> ArgumentTypeError:
@@ -53,6 +56,18 @@ def timeout(operation: str, value: Any, async_op: bool = False) -> float:
     return number
 
 
+class TimeLimit:
+    """The time that all parts of an operation may take together. timeout: seconds; None: no limit."""
+
+    def __init__(self, operation: str, timeout: Any) -> None:
+        number = None if timeout is None else seconds(f"{operation}: timeout", timeout)
+        self._end = None if number is None else time.monotonic() + number
+
+    def left(self) -> float | None:
+        """Seconds for the next part, or None for no limit; at least a moment, so that the part can time out."""
+        return None if self._end is None else max(_MOMENT, self._end - time.monotonic())
+
+
 def elements(name: str, shape: Any) -> int:
     """The number of elements of an array of this shape."""
     try:
@@ -82,7 +97,7 @@ def given_parts(name: str, counts: Sequence[int] | None, own: int, ranks: int) -
     return [own] * ranks if counts is None else _counts(name, counts, ranks)
 
 
-def no_counts(operation: str, counts: Any) -> None:
+def refuse_counts(operation: str, counts: Any) -> None:
     """Raises if counts are given with a list of arrays, each of which is cut as evenly as possible."""
     if counts is not None:
         raise ArgumentError(f"{operation}: got counts {counts!r} and a list of arrays; needs one or the other")
@@ -98,15 +113,17 @@ def _counts(name: str, counts: Sequence[int], ranks: int) -> list[int]:
     return found
 
 
-def same_dtype(operation: str, out: Buffer, x: Buffer) -> None:
+def check_same_dtype(operation: str, out: Buffer, x: Buffer) -> None:
     """Raises unless both arrays have one element type, and are on one GPU or both on the host."""
-    if home(out) != home(x):
-        raise ArgumentTypeError(f"{operation}: got out on {home(out)} and x on {home(x)}; needs both in one place")
+    if memory_name(out) != memory_name(x):
+        raise ArgumentTypeError(
+            f"{operation}: got out on {memory_name(out)} and x on {memory_name(x)}; needs both in one place"
+        )
     if out.dtype != x.dtype:
         raise ArgumentTypeError(f"{operation}: got out of {out.dtype.name} and x of {x.dtype.name}; needs one dtype")
 
 
-def own_part(name: str, array: Buffer, counts: Sequence[int], rank: int) -> None:
+def check_own_part(name: str, array: Buffer, counts: Sequence[int], rank: int) -> None:
     """Raises unless the array has as many elements as this rank's part."""
     if array.size != counts[rank]:
         raise ArgumentError(

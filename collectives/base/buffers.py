@@ -139,7 +139,7 @@ class DeviceBuffer(Buffer):
 class ArrayKind(Protocol):
     """Arrays in memory that is not the host's: how they are recognised, and seen as Buffers."""
 
-    def is_one(self, array: Any) -> bool:
+    def recognises(self, array: Any) -> bool:
         """Returns whether the array is of this kind."""
 
     def signature(self, array: Any) -> tuple[Any, ...] | None:
@@ -157,7 +157,7 @@ def register(kind: ArrayKind) -> None:
     _kinds.append(kind)
 
 
-def home(data: Buffer) -> str:
+def memory_name(data: Buffer) -> str:
     """Names the memory of a buffer, for errors and comparisons."""
     return f"GPU {data.device}" if isinstance(data, DeviceBuffer) else "the host"
 
@@ -167,11 +167,11 @@ def address(flat: np.ndarray[Any, Any]) -> int:
     return MPI.Get_address(flat) if flat.size else flat.ctypes.data  # numpy's own way takes ten times as long
 
 
-def unowned(place: int, size: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def unowned(pointer: int, size: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """A view of memory by its address, which keeps nothing alive: only to be used while something else does."""
     if not size:
         return np.empty(0, dtype)
-    memory: Any = (ctypes.c_char * (size * dtype.itemsize)).from_address(place)
+    memory: Any = (ctypes.c_char * (size * dtype.itemsize)).from_address(pointer)
     return np.frombuffer(memory, dtype)
 
 
@@ -195,8 +195,8 @@ def signature(array: Any) -> tuple[Any, ...] | None:
         dtype = array.dtype
         if not array.is_contiguous() or dtype.is_complex or array.is_neg():
             return None
-        place = array.data_ptr()
-        return (place, array.numel(), dtype) if place else None
+        pointer = array.data_ptr()
+        return (pointer, array.numel(), dtype) if pointer else None
     for kind in _kinds:
         found = kind.signature(array)
         if found is not None:
@@ -208,8 +208,7 @@ def inspect(array: Any, name: str, *, writable: bool) -> Buffer:
     """The Buffer of a numpy or cupy array or a torch tensor; a DeviceBuffer if it is on a GPU.
 
     name: the argument's name in errors.
-    writable: refuse memory that must not be written. Of subclasses of numpy's array the elements count, and of masked
-        arrays, which are refused, the mask too.
+    writable: refuse read-only memory. Subclasses of numpy's array are read as plain ones; masked arrays are refused.
 
     Raises ArgumentTypeError for what is no array or has no numeric elements, ArgumentError for an array whose elements
     do not lie in one piece, or that is read-only and must be written.
@@ -219,7 +218,7 @@ def inspect(array: Any, name: str, *, writable: bool) -> Buffer:
     if isinstance(array, torch.Tensor) and not array.is_cuda:
         return _inspect_torch(array, name)
     for kind in _kinds:
-        if kind.is_one(array):
+        if kind.recognises(array):
             return kind.inspect(array, name, writable=writable)
     raise ArgumentTypeError(f"{name}: got {_kind(array)}; needs a numpy or cupy array or a torch tensor")
 
@@ -279,7 +278,7 @@ def check_tensor(tensor: torch.Tensor, name: str) -> DType:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """False for subclasses that wrap other tensors, such as masked, fake and cut ones."""
+    """Returns whether it has memory; subclasses that wrap other tensors, as masked, fake and cut ones do, have not."""
     with contextlib.suppress(RuntimeError), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of fake tensors
         return bool(tensor.data_ptr())

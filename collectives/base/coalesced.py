@@ -23,7 +23,7 @@ import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
 from . import arguments, buffers
-from .buffers import Buffer, DeviceBuffer, home
+from .buffers import Buffer, DeviceBuffer, memory_name
 from .partition import even_counts
 
 PACKED_BYTES = 4 << 20  # a batch
@@ -44,7 +44,7 @@ class Item:
     counts: tuple[int, ...]
 
 
-def name(operation: str, number: int) -> str:
+def array_name(operation: str, number: int) -> str:
     """The name of an array of a list, for errors."""
     return f"{operation}: array {number} of the list"
 
@@ -55,7 +55,7 @@ def inspect(operation: str, wholes: list[Any], owns: Any, rank: int, ranks: int,
     writable: whether `wholes` must be, where these have no parts.
     """
     if operation not in ("all_gather", "reduce_scatter"):
-        data = [buffers.inspect(array, name(operation, i), writable=writable) for i, array in enumerate(wholes)]
+        data = [buffers.inspect(array, array_name(operation, i), writable=writable) for i, array in enumerate(wholes)]
         if operation in ("all_reduce", "reduce"):  # on all ranks, also where only the root's is written
             _refuse_shared_memory(operation, data, ())
         return [Item(whole, None, (whole.size,)) for whole in data]
@@ -64,12 +64,12 @@ def inspect(operation: str, wholes: list[Any], owns: Any, rank: int, ranks: int,
         raise ArgumentError(f"{operation}: got a list of {len(wholes)} and {given}; needs two lists of one length")
     items = []
     for number, (array, part) in enumerate(zip(wholes, owns, strict=True)):
-        gathers, called = operation == "all_gather", name(operation, number)
+        gathers, called = operation == "all_gather", array_name(operation, number)
         whole = buffers.inspect(array, called, writable=gathers)
         own = buffers.inspect(part, called, writable=not gathers)
         counts = even_counts(whole.size, ranks)
-        arguments.same_dtype(called, own, whole)
-        arguments.own_part(called, own, counts, rank)
+        arguments.check_same_dtype(called, own, whole)
+        arguments.check_own_part(called, own, counts, rank)
         arguments.refuse_overlap(called, own, whole, counts, rank)
         items.append(Item(whole, own, tuple(counts)))
     larger, parts = [item.whole for item in items], [item.own for item in items if item.own is not None]
@@ -94,13 +94,13 @@ def _refuse_shared_memory(operation: str, written: Sequence[Buffer], read: Seque
         raise ArgumentError(f"{operation}: arrays {one} and {other} of the list share memory; needs separate arrays")
 
 
-def device(operation: str, items: Sequence[Item]) -> int | None:
+def common_device(operation: str, items: Sequence[Item]) -> int | None:
     """The number of the GPU that all arrays are on; None where all are on the host, or there are none."""
     there = [item.whole for item in items if isinstance(item.whole, DeviceBuffer)]
     if not there:
         return None
     if len(there) < len(items) or any(data.device != there[0].device for data in there):
-        found = sorted({home(item.whole) for item in items})
+        found = sorted({memory_name(item.whole) for item in items})
         raise ArgumentTypeError(f"{operation}: got a list of arrays on {', '.join(found)}; needs all in one place")
     return there[0].device
 
@@ -141,7 +141,7 @@ class Packed:
     """A batch, packed into `memory` (uint8).
 
     whole, counts: the packed elements, and how many are in each part.
-    rank: whose part `own` is.
+    rank: whose part `own` is, where there are several.
     copy: of a target and a source, both flat views.
     """
 
@@ -153,8 +153,7 @@ class Packed:
         elements = sum(item.whole.size for item in items)
         self.whole = Buffer(memory[: elements * dtype.itemsize].view(dtype.storage), dtype)
         self.counts = [sum(column) for column in zip(*(item.counts for item in items), strict=True)]
-        self._items = items
-        self._rank = rank
+        rank = rank if len(self.counts) > 1 else 0
         self._own: list[tuple[slice, slice, Item]] = []  # where in the packed and in the item, by part
         self._pairs: list[tuple[slice, slice, Item]] = []
         place = 0
@@ -171,24 +170,22 @@ class Packed:
         start = sum(self.counts[:rank])
         self.own = self.whole.part(start, start + self.counts[rank]) if len(self.counts) > 1 else self.whole
 
-    def pack(self) -> None:
-        """Copies all arrays in."""
+    def pack(self, operation: str) -> None:
+        """Copies in what the operation reads: this rank's parts for an all_gather, else all arrays."""
+        if operation == "all_gather":
+            for there, _, item in self._own:
+                assert item.own is not None
+                self._copy(self.whole.flat[there], item.own.flat)
+            return
         for there, here, item in self._pairs:
             self._copy(self.whole.flat[there], item.whole.flat[here])
 
-    def unpack(self) -> None:
-        """Copies all arrays out."""
+    def unpack(self, operation: str) -> None:
+        """Copies out what the operation writes: this rank's parts for a reduce_scatter, else all arrays."""
+        if operation == "reduce_scatter":
+            for there, _, item in self._own:
+                assert item.own is not None
+                self._copy(item.own.flat, self.whole.flat[there])
+            return
         for there, here, item in self._pairs:
             self._copy(item.whole.flat[here], self.whole.flat[there])
-
-    def pack_own(self) -> None:
-        """Copies this rank's parts in."""
-        for there, _, item in self._own:
-            assert item.own is not None
-            self._copy(self.whole.flat[there], item.own.flat)
-
-    def unpack_own(self) -> None:
-        """Copies this rank's parts out."""
-        for there, _, item in self._own:
-            assert item.own is not None
-            self._copy(item.own.flat, self.whole.flat[there])

@@ -16,7 +16,7 @@ Runner = Callable[[Callable[[], Any]], Any]
 
 
 def silent() -> Runner:
-    """Makes a function that runs another one like that; for one thread at a time, and not within itself.
+    """Returns a function that calls another one with floating-point errors ignored; one thread at a time, not nested.
 
     numpy keeps its settings in a context variable, and to run something in a context that has others costs a tenth
     of what `np.errstate` does.

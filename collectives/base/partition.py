@@ -1,9 +1,12 @@
-"""Divides n elements among p ranks: the number of elements of each rank, and of pieces."""
+"""Divides n elements among p ranks: the number of elements of each rank, and of pieces; where they lie."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+Range = tuple[int, int]  # elements start <= i < stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,8 +16,8 @@ class Splits:
     uniform: all ranks cut into parts of one size, and every rank knows it.
     """
 
-    leaving: Sequence[int]
-    arriving: Sequence[int]
+    send_counts: Sequence[int]
+    recv_counts: Sequence[int]
     uniform: bool
 
 
@@ -22,6 +25,16 @@ def even_counts(size: int, ranks: int) -> list[int]:
     """Cuts as evenly as possible: the first `size % ranks` ranks have one element more than the others."""
     share, rest = divmod(size, ranks)
     return [share + (rank < rest) for rank in range(ranks)]
+
+
+def ranges(counts: Sequence[int]) -> list[Range]:
+    """The ranges of parts that lie one behind the other."""
+    return list(pairwise((0, *accumulate(counts))))
+
+
+def nth_pieces(parts: Sequence[Range], number: int, size: int) -> list[Range]:
+    """The number-th `size` elements of every part."""
+    return [(min(low + number * size, high), min(low + (number + 1) * size, high)) for low, high in parts]
 
 
 def even_pieces(counts: Sequence[int], pieces: int) -> list[int]:

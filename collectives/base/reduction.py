@@ -15,7 +15,7 @@ from .buffers import DTYPES, Buffer, DType, address, copy
 from .scratch import Scratch
 
 Array = np.ndarray[Any, Any]
-Call = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its arguments
+BoundCall = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its arguments
 _WIDE = DTYPES["float32"]
 _BLOCK_BYTES = 128 << 10  # of each array in a block: what is read and written of it stays in the cache
 _WIDE_BLOCK_BYTES = 256 << 10  # of a block in fp32; a call of torch's costs more than one of numpy's
@@ -71,10 +71,10 @@ class Reduction:
 
     @property
     def premultiplied(self) -> bool:
-        """Returns whether contributions are not added as they are."""
+        """Returns whether contributions are multiplied by factors first."""
         return self.name == "premul_sum"
 
-    def pair(self, first: Array, second: Array, out: Array) -> None:
+    def combine_two(self, first: Array, second: Array, out: Array) -> None:
         """out = first (op) second, elementwise, all in the accumulating dtype; out may be either."""
         KERNELS[self.name](first, second, out=out)
 
@@ -90,7 +90,7 @@ class Reduction:
     def finish(self, accumulated: Array, ranks: int, out: Buffer) -> None:
         """out = the complete reduction: divided by the number of ranks for avg, rounded to the element type."""
         if self.name == "avg" and ranks > 1:
-            divide, by = mean(accumulated.dtype, ranks)
+            divide, by = mean_kernel(accumulated.dtype, ranks)
             divide(accumulated, by, accumulated)
         if out.dtype.widened:
             out.as_torch().copy_(Buffer(accumulated, _WIDE).as_torch())
@@ -116,7 +116,7 @@ class Reduction:
         dtype: DType,
         factors: Sequence[float],
         blocks: Scratch,
-    ) -> list[Call]:
+    ) -> list[BoundCall]:
         """The calls that make `combine`.
 
         An output may be the memory of an input, unless it has another dtype, as those of a partial reduction may.
@@ -127,8 +127,8 @@ class Reduction:
             return self._widened_calls(inputs, outputs, dtype, factors, blocks)
         kernel, size = _NUMPY_KERNELS[self.name], _BLOCK_BYTES // dtype.itemsize
         block, other = (blocks.take(name, _BLOCK_BYTES).view(dtype.storage) for name in ("combined", "multiplied"))
-        divide, by = mean(dtype.storage, len(inputs))
-        calls: list[Call] = []
+        divide, by = mean_kernel(dtype.storage, len(inputs))
+        calls: list[BoundCall] = []
         for start in range(0, inputs[0].size, size):
             parts = [array[start : start + size] for array in inputs]
             first, length = outputs[0][start : start + size], parts[0].size
@@ -158,7 +158,7 @@ class Reduction:
         dtype: DType,
         factors: Sequence[float],
         blocks: Scratch,
-    ) -> list[Call]:
+    ) -> list[BoundCall]:
         """The calls that compute in fp32; torch's kernels convert, as numpy's know no bf16 and are slow on fp16."""
         sources = [Buffer(a, dtype).as_torch() for a in inputs]
         target = Buffer(outputs[0], _WIDE if self.partial else dtype).as_torch()
@@ -166,8 +166,8 @@ class Reduction:
         block, other = (blocks.take(f"wide {name}", _WIDE_BLOCK_BYTES).view(np.float32) for name in range(2))
         kernel = _NUMPY_KERNELS[self.name]
         rounds_once = len(sources) == 2 and self.name in _TORCH_KERNELS and not self.partial
-        divide, by = mean(_WIDE.storage, len(inputs))
-        calls: list[Call] = []
+        divide, by = mean_kernel(_WIDE.storage, len(inputs))
+        calls: list[BoundCall] = []
         for start in range(0, inputs[0].size, size):
             stop = min(start + size, inputs[0].size)
             accumulated, received = block[: stop - start], other[: stop - start]
@@ -210,7 +210,7 @@ def unify_nans(x: Array) -> None:
         unify_nans(x[start : start + _DOT_ELEMENTS])
 
 
-def mean(dtype: np.dtype[Any], ranks: int) -> tuple[Callable[..., Any], Any]:
+def mean_kernel(dtype: np.dtype[Any], ranks: int) -> tuple[Callable[..., Any], Any]:
     """The kernel that makes a sum a mean, and its second argument: to multiply is faster, and exact for powers of 2."""
     if dtype.kind == "f" and ranks & (ranks - 1) == 0:
         return np.multiply, dtype.type(1 / ranks)
@@ -255,7 +255,7 @@ def partial_of(op: Reduction) -> Reduction:
     return Reduction(op.name, op.factor, partial=True)
 
 
-def rest_of(op: Reduction) -> Reduction:
+def operator_on_partials(op: Reduction) -> Reduction:
     """The operator that is left for the results of the partial one, in the accumulating dtype."""
     return _check("sum", _WIDE) if op.name in ("avg", "premul_sum") else op
 

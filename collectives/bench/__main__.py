@@ -17,7 +17,7 @@ from ..communicator import Communicator
 from ..process.about import about_mpi
 from . import gpu_limits
 from .device import Device
-from .fresh import handover
+from .fresh import measure_core_to_core_copies
 from .measurement import Row, measure
 from .options import Options, read_together
 from .report import Table, lines_of, summary
@@ -74,7 +74,7 @@ def _operation(
                     of_case.append(found)
             for line in [table.line(same) for same in lines_of(of_case)]:
                 say(line)
-            for line in gpu_limits.told(of_case) if device.is_gpu else ():
+            for line in gpu_limits.limit_lines(of_case) if device.is_gpu else ():
                 say(line)
             rows += of_case
         if absent:
@@ -100,7 +100,7 @@ def _about(comm: Communicator, options: Options, device: Device) -> list[str]:
     if options.cold:
         lines.append(f"# cold: calls rotate through more than the {options.cache} bytes that a core's caches hold")
     if options.fresh and comm.local_size > 1:
-        own, read, written = handover(comm)
+        own, read, written = measure_core_to_core_copies(comm)
         lines.append(
             f"# GB/s of a copy: in its own cache {own:.1f}, of what another rank has written {read:.1f}, onto what it "
             f"has read {written:.1f}"

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,10 +40,6 @@ class Rotation:
 
     sets: int
     swept: int = 0
-
-    def between(self, touched: int) -> int:
-        """Bytes that are touched between two uses of a set by calls that touch so many each."""
-        return (self.sets - 1) * touched + self.sets * self.swept
 
 
 WARM = Rotation(1)
@@ -111,7 +109,7 @@ class Arena:
         self._wholes.zero_()
         self._seconds.zero_()
 
-    def program(self, place: str) -> Callable[[], None]:
+    def between_calls(self, place: str) -> Callable[[], None]:
         """Returns a function that does what a program does between two calls: read a result, write the next input."""
         arrays = self.arrays(0, place)
         if self._copies is None:
@@ -141,6 +139,18 @@ class Arena:
         if place == "in" and (not self._operation.rooted or self._rank == self._root):
             second = whole[self._rank * self.part :][: self.part]
         return Arrays(whole, second) if takes_part else Arrays(second, whole)
+
+
+def call_in_place(call: Callable[[torch.Tensor], Any], arrays: Arrays, *, copies: bool) -> Callable[[], Any]:
+    """Makes a call that has its result where its input was: on x, or on out after a copy of x to it."""
+    if not copies:
+        return partial(call, arrays.x)
+
+    def after_a_copy() -> Any:
+        arrays.out.copy_(arrays.x)
+        return call(arrays.out)
+
+    return after_a_copy
 
 
 def touched_bytes(case: Case, ranks: int) -> int:

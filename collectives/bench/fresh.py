@@ -16,7 +16,7 @@ _BYTES = 256 << 10  # fits a core's own cache
 _ROUNDS = 41
 
 
-def handover(comm: Communicator) -> tuple[float, float, float]:
+def measure_core_to_core_copies(comm: Communicator) -> tuple[float, float, float]:
     """Measures copies of 256 KiB by all ranks at once, in 10^9 bytes a second. Collective; of several ranks a node.
 
     Returns those inside a core's own cache, of what the next local rank has written, and onto what the local rank

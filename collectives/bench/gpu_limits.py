@@ -20,6 +20,7 @@ import torch
 from ..backends.cuda import driver
 from ..backends.cuda.transports import TRANSPORTS, VARIABLE
 from ..communicator import Communicator
+from ..devices import select_gpu
 from ..errors import ArgumentError
 from ..timing import Clock
 from .operations import OPERATIONS
@@ -29,11 +30,6 @@ _COPIES = 20
 _LARGE = 256_000_000  # bytes from which on the bounds hold
 # (transport, buffer): at least so much of the limit, and so many times as fast as gloo.
 BOUNDS = {("ipc", "symmetric"): (0.6, 10.0), ("staged", "user"): (None, 2.0)}
-
-
-def missing() -> str:
-    """Explains in one line why no GPU can be used here; empty if one can."""
-    return driver.missing() if torch.cuda.is_available() else "torch sees no CUDA GPU"
 
 
 def moved_bytes(op: str, nbytes: int, ranks: int) -> int | None:
@@ -76,10 +72,9 @@ class Gpu:
     """
 
     def __init__(self, comm: Communicator) -> None:
-        self.index = comm.local_rank % torch.cuda.device_count()
-        torch.cuda.set_device(self.index)
-        self.device = f"cuda:{self.index}"
-        here = platform.node(), driver.identity(self.index)
+        device = select_gpu(comm.local_rank)
+        self.index, self.device = device.index, str(device)
+        here = platform.node(), driver.open_device(self.index).identity()
         everyone = comm.all_gather_object(here)
         self.sharing, self._turn = everyone.count(here), everyone[: comm.rank].count(here)
         self.own = len(set(everyone)) == comm.size
@@ -139,7 +134,7 @@ def groups(comm: Communicator, transports: Sequence[str], device: str) -> dict[s
     return made
 
 
-def told(rows: Sequence[Any]) -> list[str]:
+def limit_lines(rows: Sequence[Any]) -> list[str]:
     """Formats a line for each transport and kind of arrays: against the limit and gloo, and the bounds kept or missed.
 
     rows: those of one operation and size; of an operation that comes in both forms the usual one counts.

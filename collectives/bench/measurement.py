@@ -108,7 +108,7 @@ class _Steps:
         elif form.cache == "cold":
             ready = lambda: self._rotate(calls, chosen)  # noqa: E731
         elif form.cache == "fresh":
-            program = form.arena.program(form.place)
+            program = form.arena.between_calls(form.place)
             ready = lambda: (first(), program())  # noqa: E731
         else:
             ready = first

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from ..command_line import Parser, Refused, at_least, bytes_text, check_writable, names, parse_together
 from ..communicator import Communicator
-from . import gpu_limits
+from ..devices import unusable_reason
 from .caches import cache_bytes
 from .operations import DATATYPES, OPERATIONS, OPERATORS, PLACES, TYPES, USUAL_OPERATIONS, Case, has_average
 from .sides import BUFFERS, NAMES
@@ -111,9 +111,9 @@ def parser() -> Parser:
         help=f"with commas between, or all: {', '.join(OPERATIONS)}; by default the first {len(USUAL_OPERATIONS)}",
     )
     add = made.add_argument_group("sizes, of the whole array that an operation works on (8, 64K, 16M, 1G)").add_argument
-    told = {k: f"{_SIZES['cpu'][k]}, on a GPU {_SIZES['cuda'][k]}" for k in (0, 1)}
-    add("-b", "--minbytes", type=bytes_text, metavar="SIZE", help=f"smallest; by default {told[0]}")
-    add("-e", "--maxbytes", type=bytes_text, metavar="SIZE", help=f"largest; by default {told[1]}")
+    default_sizes = {k: f"{_SIZES['cpu'][k]}, on a GPU {_SIZES['cuda'][k]}" for k in (0, 1)}
+    add("-b", "--minbytes", type=bytes_text, metavar="SIZE", help=f"smallest; by default {default_sizes[0]}")
+    add("-e", "--maxbytes", type=bytes_text, metavar="SIZE", help=f"largest; by default {default_sizes[1]}")
     add("-f", "--stepfactor", type=at_least(2), metavar="N", help=f"from one to the next; by default {_FACTOR}")
     add("-i", "--stepbytes", type=bytes_text, metavar="SIZE", help="from one to the next, in place of a factor")
     add = made.add_argument_group("the operation").add_argument
@@ -201,7 +201,9 @@ def read(argv: Sequence[str], ranks: int) -> Options:
     if given.fresh and given.device != "cpu":
         raise Refused("--fresh: a GPU has one cache for all that write and read there; needs --device cpu")
     if given.fresh and given.agg_iters > 1:
-        raise Refused(f"--agg_iters {given.agg_iters}: got --fresh, which only the first call of a row is; needs 1")
+        raise Refused(
+            f"--agg_iters {given.agg_iters}: with --fresh only the first call of a repetition has fresh arrays; needs 1"
+        )
     if given.cache and not given.cold:
         raise Refused(f"--cache {given.cache}: needs --cold")
     if given.op == ["avg"] and not any(has_average(dtype) for dtype in given.datatype):
@@ -242,8 +244,8 @@ def read_together(comm: Communicator) -> Options:
     """Returns rank 0's options on every rank; wrong ones end all of them with one line and status 2. Collective."""
 
     def check(options: Options) -> None:
-        if options.device == "cuda" and gpu_limits.missing():
-            raise Refused(f"--device cuda: {gpu_limits.missing()}")
+        if options.device == "cuda" and unusable_reason():
+            raise Refused(f"--device cuda: {unusable_reason()}")
         if options.cold and not options.cache:
             raise Refused("--cold: the system does not say what the caches hold; needs --cache SIZE")
 

@@ -13,11 +13,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..base.reduction import PREFIXES
 from ..communicator import Communicator
-from .buffers import Arrays
+from .buffers import Arrays, call_in_place
 from .operations import Case
 
 _OPERATORS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg": "AVG", "none": "SUM"}
@@ -74,20 +75,13 @@ def call_of(comm: Communicator, case: Case, place: str, arrays: Arrays, group: A
     op = getattr(dist.ReduceOp, _OPERATORS[case.op])
     pieces = list((out if name == "gather" else x).chunk(comm.size)) if is_root else None
     if operation.in_place_alone:
-        into = x if place == "in" or (name == "reduce" and not is_root) else out
-
-        def in_place() -> Any:
-            if name == "all_reduce":
-                return dist.all_reduce(into, op, group=group)
-            if name == "reduce":
-                return dist.reduce(into, root, op, group=group)
-            return dist.broadcast(into, root, group=group)
-
-        def after_a_copy() -> Any:
-            out.copy_(x)
-            return in_place()
-
-        return in_place if into is x else after_a_copy
+        in_place: dict[str, Callable[[torch.Tensor], Any]] = {
+            "all_reduce": lambda array: dist.all_reduce(array, op, group=group),
+            "reduce": lambda array: dist.reduce(array, root, op, group=group),
+            "broadcast": lambda array: dist.broadcast(array, root, group=group),
+        }
+        copies = place == "out" and (name != "reduce" or is_root)
+        return call_in_place(in_place[name], arrays, copies=copies)
     calls: dict[str, Callable[[], Any]] = {
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(out, x, op, group=group),
         "all_gather": lambda: dist.all_gather_into_tensor(out, x, group=group),

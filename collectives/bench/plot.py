@@ -13,7 +13,7 @@ _KEY = ("algorithm", "buffer", "cache", "dtype", "redop", "root")
 Key = tuple[str | int, ...]
 
 
-def drawn(rows: Sequence[Row]) -> dict[Key, list[Row]]:
+def rows_to_draw(rows: Sequence[Row]) -> dict[Key, list[Row]]:
     """The rows of one operation by `_KEY`, of each those in one form.
 
     That is the usual form of the operation; in place for an all_gather in the node's shared memory, where nothing is
@@ -44,7 +44,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure, axes = pyplot.subplots(2, len(ops), figsize=(4.5 * len(ops), 7), sharex=True, squeeze=False)
     colours: dict[str, str] = {}
     for column, op in enumerate(ops):
-        lines = drawn([row for row in rows if row.op == op])
+        lines = rows_to_draw([row for row in rows if row.op == op])
         differing = [place for place, values in enumerate(zip(*lines, strict=True)) if len(set(values)) > 1] or [0]
         for key, points in lines.items():
             label = ", ".join(str(key[place]) for place in differing)

@@ -19,6 +19,7 @@ _TITLES = {"out": "out-of-place", "in": "in-place"}
 _LEFT = (("size", "(B)", 12), ("count", "(elements)", 12), ("type", "", 9), ("redop", "", 6), ("root", "", 5))
 _MIDDLE = (("algorithm", "", 18), ("buffer", "", 10), ("cache", "", 6))
 _NONE = "N/A"
+_HIGHER = ("p95", "p99", "max")
 
 
 class Table:
@@ -54,7 +55,7 @@ class Table:
         return text
 
     def _columns(self) -> list[tuple[str, str, int]]:
-        times = ["p50", *_higher()] if self._percentiles else ["time"]
+        times = ["p50", *_HIGHER] if self._percentiles else ["time"]
         return [
             *((name, "(us)", 10) for name in times),
             *((name, "(GB/s)", 8) for name in ("algbw", "busbw")),
@@ -72,10 +73,6 @@ class Table:
             *([f"{row.limit_us / row.time_us:.2f}" if row.limit_us else "-"] if self._on_gpu else []),
             _NONE if row.wrong is None else str(row.wrong),
         ]
-
-
-def _higher() -> list[str]:
-    return ["p95", "p99", "max"]
 
 
 def _digits(microseconds: float) -> str:

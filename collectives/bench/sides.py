@@ -27,7 +27,7 @@ from ..base.reduction import PREFIXES
 from ..communicator import Communicator
 from ..schedules.algorithms import ALGORITHMS
 from . import gpu_limits
-from .buffers import Arrays
+from .buffers import Arrays, call_in_place
 from .device import KERNEL, Device
 from .operations import Case
 
@@ -73,16 +73,16 @@ def side_of(
     elif name == KERNEL:
         serves = "symmetric" in comm.algorithms(case.operation.name) and case.operation.name not in PREFIXES
         if name in device.groups and buffer == "user" and serves:
-            call = ours(device.groups[name], case, place, arrays, algorithm="symmetric")
+            call = own_call(device.groups[name], case, place, arrays, algorithm="symmetric")
     elif device.is_gpu:
         if name in device.groups and (buffer == "user" or name == "ipc"):
-            call = ours(device.groups[name], case, place, arrays)
+            call = own_call(device.groups[name], case, place, arrays)
     elif name in comm.algorithms(case.operation.name) and (buffer == "user" or name in ("auto", *OVER_SHARED_MEMORY)):
-        call = ours(comm, case, place, arrays, **({} if name == "auto" else {"algorithm": name}))
+        call = own_call(comm, case, place, arrays, **({} if name == "auto" else {"algorithm": name}))
     return None if call is None else Side(call, arrays.out)
 
 
-def ours(comm: Communicator, case: Case, place: str, arrays: Arrays, **settings: Any) -> Call:
+def own_call(comm: Communicator, case: Case, place: str, arrays: Arrays, **settings: Any) -> Call:
     """Makes the call of `Communicator`'s method; out of place, where it has none, a copy comes first."""
     name, x, out = case.operation.name, arrays.x, arrays.out
     method, is_root = getattr(comm, name), comm.rank == case.root
@@ -96,18 +96,11 @@ def ours(comm: Communicator, case: Case, place: str, arrays: Arrays, **settings:
         return partial(method, out, x if is_root else None, **settings)
     if not case.operation.in_place_alone:
         return partial(method, out, x, **settings)
-    if place == "in" or (name == "reduce" and not is_root):
-        return partial(method, x, **settings)
-    in_place = partial(method, out, **settings)
-
-    def after_a_copy() -> None:
-        out.copy_(x)
-        in_place()
-
-    return after_a_copy
+    copies = place == "out" and (name != "reduce" or is_root)
+    return call_in_place(partial(method, **settings), arrays, copies=copies)
 
 
-def _seen(tensor: torch.Tensor) -> Any:
+def _as_mpi_argument(tensor: torch.Tensor) -> Any:
     """Converts a tensor to an argument of mpi4py; on a GPU by its address."""
     if not tensor.is_cuda:
         return tensor.numpy()
@@ -125,7 +118,7 @@ def _library(comm: Communicator, case: Case, place: str, arrays: Arrays) -> Side
         x, out = x.view(torch.int16), out.view(torch.int16)
     mpi, root, is_root, inside = comm.mpi, case.root, comm.rank == case.root, place == "in"
     at_root = inside and is_root
-    source, target = _seen(x), _seen(out)
+    source, target = _as_mpi_argument(x), _as_mpi_argument(out)
     given = MPI.IN_PLACE if inside else source
     calls: dict[str, Call] = {
         "all_reduce": lambda: mpi.Allreduce(given, target, op),

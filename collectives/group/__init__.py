@@ -11,7 +11,7 @@ Objects that work for it:
     setup           what a group is made of: communicators of MPI, tables of algorithms, watchdog
     issue           operations in the order of issue, at once or queued
     refusal         why a group cannot be used any more, and the error that says so
-    calls           operations prepared once for their arrays, and kept
+    calls           operations prepared once for their arrays, and kept; prepared: one that the program holds
     end             `close`
 
     details         words about an operation, for reports

@@ -25,10 +25,10 @@ from ..errors import ArgumentError
 from ..memory import shared_memory
 from ..memory.shared_memory import is_one_for_all
 from ..native import compiled
-from ..prepared import NOT_YET, PreparedOperation
 from ..runtime.positions import NO_WORDS
 from . import details
 from .issue import Issuer, Prepared
+from .prepared import PREPARE_ONLY, PreparedOperation
 
 KEPT_CALLS = 4096  # of a few hundred bytes each
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -68,7 +68,7 @@ def refuse_shared(name: str, data: Buffer) -> None:
         raise ArgumentError(f"{name}: got an array of `Communicator.shared`, one for all ranks; needs one a rank")
 
 
-def of_root(name: str, array: Any, root: int, rank: int, size: int, *, writable: bool) -> Buffer | None:
+def inspect_root_array(name: str, array: Any, root: int, rank: int, size: int, *, writable: bool) -> Buffer | None:
     """The root's large array, of so many elements; the others must give none."""
     if rank != root:
         if array is not None:
@@ -94,7 +94,7 @@ def shortcut(method: Method) -> Method:
         parameters=tuple(p.name for p in given),
         defaults=tuple(... if p.default is p.empty else p.default for p in given),
         by_position=sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in given),
-        not_yet=NOT_YET,
+        not_yet=PREPARE_ONLY,
     )
     update_wrapper(made, method)
     found: Method = made
@@ -145,7 +145,7 @@ class GroupCalls:
         It refers to the arrays by their addresses, so as not to keep them alive.
         """
         self._issuer.refusal.check(operation)
-        detail = details.of_arrays(algorithm, checked)
+        detail = details.describe_arrays(algorithm, checked)
         if None in key[1:3]:
             return self._issuer.prepare(operation, self._dispatch.prepare(operation, algorithm, *checked), detail)
         free = [item.unowned() if isinstance(item, Buffer) else item for item in checked]
@@ -164,8 +164,10 @@ class GroupCalls:
         _keep(self.shortcuts, key, prepared.at_once)
 
     def issue(self, call: Prepared, async_op: bool, timeout: Any, arrays: Any) -> Any:
-        """Issues the call asynchronously or with a timeout, or not yet, if it is to be prepared only."""
-        if timeout is NOT_YET:
+        """Issues the call, or only prepares it, if that is the timeout."""
+        if timeout is None and not async_op:
+            return call.at_once(arrays)
+        if timeout is PREPARE_ONLY:
             return PreparedOperation(self._issuer, call, arrays)
         return self._issuer.issue_prepared(call, async_op, timeout, arrays)
 
@@ -183,11 +185,11 @@ class GroupCalls:
     ) -> Any:
         """Checks every array of a list, chooses for every batch, and issues all of it as one operation."""
         rank, size = self._dispatch.rank, self._dispatch.size
-        written = operation in ("all_reduce", "all_gather") or (operation == "reduce") == (rank == root)
+        written = operation not in ("reduce", "broadcast") or (operation == "reduce") == (rank == root)
         items = coalesced.inspect(operation, wholes, owns, rank, size, writable=written)
         if operation in reduction.OPERATIONS:
             for number, item in enumerate(items):
-                refuse_shared(coalesced.name(operation, number), item.whole)
+                refuse_shared(coalesced.array_name(operation, number), item.whole)
         steps: list[tuple[Any, ...]] = []
         for batch in coalesced.batches(items):
             data = batch[0].whole
@@ -195,10 +197,10 @@ class GroupCalls:
             nbytes = sum(item.whole.nbytes for item in batch)
             chosen = self.choose(operation, algorithm, data, nbytes, reduced)
             steps.append((operation, chosen, batch, root, reduced, written))
-        call = self._dispatch.prepare_batches(operation, steps, coalesced.device(operation, items))
+        call = self._dispatch.prepare_batches(operation, steps, coalesced.common_device(operation, items))
         arrays, rooted = [item.whole for item in items], operation in ("reduce", "broadcast")
-        detail = details.of_list(op, arrays, root, rooted, [step[1] for step in steps])
-        if timeout is NOT_YET:
+        detail = details.describe_list(op, arrays, root, rooted, [step[1] for step in steps])
+        if timeout is PREPARE_ONLY:
             return PreparedOperation(self._issuer, self._issuer.prepare(operation, call, detail), (wholes, owns))
         issue = self._issuer.issue if timeout is None else self._issuer.within(timeout)
         return issue(operation, call, detail, async_op, (wholes, owns))

@@ -27,12 +27,16 @@ def deadlocked(here: OrderedGroup, there: OrderedGroup) -> dict[int, str]:
     numbers = MPI.Group.Translate_ranks(groups[0], list(range(here.size)), groups[1])
     for group in groups:
         group.Free()
-    waiting, gathering = _positions(there), _positions(here)
+    positions_there, positions_here = _positions(there), _positions(here)
     found = {}
     for rank, number in enumerate(numbers):
-        if rank in gathering and number in waiting and gathering[rank].number < gathering[here.rank].number:
-            position = waiting[number]
-            if position.inside and not position.queued and position.number > waiting[there.rank].number:
+        if (
+            rank in positions_here
+            and number in positions_there
+            and positions_here[rank].number < positions_here[here.rank].number
+        ):
+            position = positions_there[number]
+            if position.inside and not position.queued and position.number > positions_there[there.rank].number:
                 found[number] = f"{position.operation} (operation {position.number})"
     return found
 

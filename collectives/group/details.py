@@ -18,7 +18,7 @@ from ..runtime.positions import words
 _ROOM = 16  # letters of counts
 
 
-def of_arrays(algorithm: str, checked: Sequence[Any]) -> bytes:
+def describe_arrays(algorithm: str, checked: Sequence[Any]) -> bytes:
     """The words for an operation's checked arguments: arrays, operator, root, counts or splits."""
     arrays = [given for given in checked if isinstance(given, Buffer)]
     size: int | None = max(data.size for data in arrays)
@@ -39,17 +39,17 @@ def of_arrays(algorithm: str, checked: Sequence[Any]) -> bytes:
 
 def _in_parts(counts: Sequence[int]) -> str:
     """Counts in words, those of many ranks by a checksum, as there is room for few."""
-    told = ", ".join(map(str, counts))
-    return f" in parts of {told}" if len(told) <= _ROOM else f" in parts #{zlib.crc32(told.encode()):08x}"
+    text = ", ".join(map(str, counts))
+    return f" in parts of {text}" if len(text) <= _ROOM else f" in parts #{zlib.crc32(text.encode()):08x}"
 
 
-def of_parts(operator: Reduction, parts: Sequence[Buffer]) -> bytes:
+def describe_parts(operator: Reduction, parts: Sequence[Buffer]) -> bytes:
     """The words for arrays that are handed in one by one."""
     dtypes = ", ".join(dict.fromkeys(part.dtype.name for part in parts))
     return words(f"{operator.name} of {len(parts)} parts of {sum(part.size for part in parts)} {dtypes}")
 
 
-def of_list(operator: Any, arrays: Sequence[Buffer], root: int, rooted: bool, algorithms: Sequence[str]) -> bytes:
+def describe_list(operator: Any, arrays: Sequence[Buffer], root: int, rooted: bool, algorithms: Sequence[str]) -> bytes:
     """The words for a list of arrays. algorithms: of each batch."""
     name = f"{operator} " if isinstance(operator, str) else ""
     end = f" root {root}" if rooted else ""

@@ -74,7 +74,7 @@ class GroupDivision(OrderedGroup):
         assert isinstance(group, MPI.Intracomm)
         with freed_if_it_fails([group]):
             made = type(self)(group, timeout=self._timeout, name=name, scratch=self._scratch)
-        made._parts.made.append(group)
+        made._parts.owned_comms.append(group)
         return made
 
     def split_by_node(self) -> tuple[Self, Self]:

@@ -10,12 +10,12 @@ A group that is dropped without `close` hands its communicators to `dropped`.
 from __future__ import annotations
 
 import sys
-import time
 from typing import Any
 
 from mpi4py import MPI
 
 from ..memory.lifetime import keep_for_ever
+from ..messages.message import poll
 from ..runtime import background_errors
 from .issue import Issuer, Plain
 
@@ -67,9 +67,9 @@ class GroupEnd:
         if self._progress.is_stranded():
             self._leave_open(MPI.REQUEST_NULL, ended=True)
             return
-        everywhere = MPI.REQUEST_NULL if refusal.failed else parts.for_messages.Ibarrier()
-        if not _all_arrive(everywhere):
-            self._leave_open(everywhere)
+        arrival = MPI.REQUEST_NULL if refusal.failed else parts.for_messages.Ibarrier()
+        if sys.exc_info()[0] is not None and not poll(arrival.Test, _CLOSE_AFTER_ERROR):
+            self._leave_open(arrival)
             return
         self._drain()
         refusal.close("it was closed")
@@ -78,7 +78,7 @@ class GroupEnd:
         self._progress.close()
         if not refusal.failed:  # else the other ranks may never come here
             self._positions.enter(self._issuer.issued + 1, "close")
-            everywhere.Wait()
+            arrival.Wait()
             parts.messages.channels.close()
             self._positions.leave()
         else:
@@ -88,7 +88,7 @@ class GroupEnd:
         if parts.guard is not None:
             parts.guard.close()
         parts.dispatch.close()
-        for comm in parts.made:
+        for comm in parts.owned_comms:
             comm.Free()
 
     def _drain(self) -> None:
@@ -102,7 +102,7 @@ class GroupEnd:
             made._drain()
         self._progress.drain()
 
-    def _leave_open(self, everywhere: MPI.Request, *, ended: bool = False) -> None:
+    def _leave_open(self, arrival: MPI.Request, *, ended: bool = False) -> None:
         """Makes this rank's object unusable and frees nothing, as other ranks are elsewhere and may use the memory.
 
         ended: a rank that waits for this one, as in its own `close`, hears of it.
@@ -117,16 +117,4 @@ class GroupEnd:
         self._positions.leave(failed=True)
         if ended:
             self._positions.end()
-        keep_for_ever((self.parts.dispatch, self.parts.made, everywhere))
-
-
-def _all_arrive(everywhere: MPI.Request) -> bool:
-    """True unless an exception is being handled and the request does not complete within `_CLOSE_AFTER_ERROR`."""
-    if sys.exc_info()[0] is None:
-        return True
-    limit = time.monotonic() + _CLOSE_AFTER_ERROR
-    while not everywhere.Test():
-        if time.monotonic() > limit:
-            return False
-        time.sleep(1e-3)
-    return True
+        keep_for_ever((self.parts.dispatch, self.parts.owned_comms, arrival))

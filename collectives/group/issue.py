@@ -33,7 +33,7 @@ from .refusal import Refusal
 from .setup import GroupParts
 
 Plain = Callable[[], None]
-Call = Plain | Task
+Runnable = Plain | Task
 
 
 class Prepared(NamedTuple):
@@ -43,7 +43,7 @@ class Prepared(NamedTuple):
     """
 
     operation: str
-    task: Call
+    task: Runnable
     detail: bytes
     at_once: Callable[[Any], None]
 
@@ -64,19 +64,19 @@ class Issuer:
         topology = parts.dispatch.topology
         self.parts, self.positions = parts, parts.dispatch.positions
         self.progress = Progress()
-        self.progress.may_sleep = topology.nodes > 1 or topology.full
-        self.progress.follows = topology.full and not topology.crowded and topology.nodes == 1
+        self.progress.may_sleep = topology.nodes > 1 or topology.fills_cores
+        self.progress.pins_thread = topology.fills_cores and not topology.oversubscribed and topology.nodes == 1
         weakref.finalize(self, self.progress.abandon).atexit = False  # there everything queued is waited for
         guard = weakref.ref(parts.guard) if parts.guard is not None else lambda: None
-        remains = Remains(parts.world, parts.made, parts.messages.channels, guard)
+        remains = Remains(parts.world, parts.owned_comms, parts.messages.channels, guard)
         self.refusal = Refusal(self.progress, parts.name, when_dropped(self, parts.key, remains))
         self.issued = 0
         self.exempt = False
         self.compound_in: int | None = None
-        self._crowded = topology.crowded
+        self._oversubscribed = topology.oversubscribed
 
     def issue(
-        self, operation: str, task: Call, detail: bytes, async_op: bool, arrays: Any = None, name: str | None = None
+        self, operation: str, task: Runnable, detail: bytes, async_op: bool, arrays: Any = None, name: str | None = None
     ) -> Work | None:
         """Runs the operation now if nothing is before it, else queues it, with the arrays that it must keep alive.
 
@@ -89,7 +89,10 @@ class Issuer:
             return started.finish(self.issue(operation, started.run, detail, async_op, arrays, name))
         if self.compound_in is not None and self.compound_in == threading.get_ident():
             if async_op:
-                raise ArgumentError(f"{operation}: async_op inside a compound operation, whose parts run at once")
+                raise ArgumentError(
+                    f"{operation}: got async_op inside a compound operation; needs a synchronous call, as its parts "
+                    "run at once"
+                )
             task()
             return None
         number = self.issued = self.issued + 1
@@ -118,7 +121,7 @@ class Issuer:
         issue = self.issue if timeout is None else self.within(timeout)
         return issue(call.operation, call.task, call.detail, async_op, arrays)
 
-    def prepare(self, operation: str, task: Call, detail: bytes) -> Prepared:
+    def prepare(self, operation: str, task: Runnable, detail: bytes) -> Prepared:
         """Makes an operation that can be issued again and again.
 
         It is run at once in half the time that `issue` takes, as names of a function are found faster than those of an
@@ -134,7 +137,7 @@ class Issuer:
         waits = self._waits_for_all(task, queued=False)
         if compiled is not None:
             made = compiled.AtOnce(
-                **positions.in_c(operation),
+                **positions.native_arguments(operation),
                 detail=detail,
                 queue=progress.queue,
                 take_turn=progress.turn.acquire,
@@ -158,8 +161,8 @@ class Issuer:
                 return
             try:
                 # After the turn is taken, so that what an operation in the background has just done is seen.
-                unusual = is_profiled() or refusal.why or self.exempt
-                if not unusual:
+                needs_full_issue = is_profiled() or refusal.why or self.exempt
+                if not needs_full_issue:
                     number = self.issued = self.issued + 1
                     enter(number)
                     try:
@@ -171,7 +174,7 @@ class Issuer:
                     state[0] = after
             finally:
                 end_turn()
-            if unusual:
+            if needs_full_issue:
                 otherwise(arrays)
 
         return Prepared(operation, task, detail, at_once)
@@ -184,7 +187,7 @@ class Issuer:
         self,
         timeout: Any,
         operation: str,
-        task: Call,
+        task: Runnable,
         detail: bytes,
         async_op: bool,
         arrays: Any = None,
@@ -244,30 +247,31 @@ class Issuer:
             self._run(operation, number, task, detail, arrays, queued=True)
         except MismatchError as error:
             if async_op:
-                self.refusal.kind = MismatchError
+                self.refusal.error_class = MismatchError
                 self.refusal.give_up(f"{self._name(operation, number)} failed: {error}")
             raise
 
-    def _waits_for_all(self, task: Call, queued: bool) -> bool:
+    def _waits_for_all(self, task: Runnable, queued: bool) -> bool:
         """Returns whether the node's ranks wait for each other before the operation, so that none polls for another."""
-        return (queued or self._crowded) and not isinstance(task, MeetsInMemory)
+        return (queued or self._oversubscribed) and not isinstance(task, MeetsInMemory)
 
     def _raise(self, operation: str, error: BaseException, number: int, arrays: Any) -> NoReturn:
         """Ends an operation that an exception, which is being handled, has ended."""
-        told, parts = error, self.parts
+        raised, parts = error, self.parts
         if isinstance(error, MismatchError):
             if parts.name:
-                told = MismatchError(f"communicator {parts.name!r}: {error}")
+                raised = MismatchError(f"communicator {parts.name!r}: {error}")
             if parts.dispatch.topology.nodes == 1 or parts.is_debugging:  # all ranks raise it, and sent nothing
                 self.positions.leave()
-                raise told from None
-            self.refusal.kind = MismatchError  # this node's ranks raise it, and those of others may be in the operation
+                raise raised from None
+            # This node's ranks raise it, and those of others may be in the operation.
+            self.refusal.error_class = MismatchError
         keep_for_ever((arrays, parts.dispatch))  # the other ranks may be anywhere in it, and write to its memory
         self.positions.leave(failed=True)
         self.refusal.give_up(f"{self._name(operation, number)} failed: {error!r}")
         if isinstance(error, MPI.Exception):
             raise OperationError(f"{self._name(operation, number)} failed: {error}") from error
-        raise told
+        raise raised
 
     def _name(self, operation: str, number: int) -> str:
         return f"{operation} (operation {number} of {self.parts.called})"

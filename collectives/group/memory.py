@@ -40,11 +40,10 @@ class GroupMemory(OrderedGroup):
         return self._allocate("shared", shape, dtype, device, shared=True)
 
     def pages(self, nbytes: int, *, shared: bool = True, device: Any = "cpu") -> Pages | DevicePages:
-        """Memory without pages as yet, which `Pages.reserve` and `Pages.discard` bring and take. Collective.
+        """Allocates addresses without pages; `reserve` brings pages, `discard` frees them. Collective.
 
-        shared: the same memory on all ranks of the node, as of `shared`, where those of every node can share it. Ranks
-        of a node that do not reserve the pages before they write to shared ones risk to be killed where there is no
-        room.
+        shared: the same memory on all ranks of the node, as of `shared`, where those of every node can share it. A rank
+        that writes to shared pages without `reserve` may be killed when memory runs out.
         device: as torch has it; on a GPU each rank has its own, in which addresses change (`backends.cuda.pages`).
         """
         if gpu_index("pages", device) is not None:

@@ -10,19 +10,18 @@ on which it fails, after the operation.
 from __future__ import annotations
 
 import pickle
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..base import arguments
+from ..base.arguments import TimeLimit
 from ..errors import ArgumentError, ArgumentTypeError, OperationError
 from .messages import GroupMessages
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _NONE: Bytes = np.empty(0, np.uint8)
-_MOMENT = 1e-3  # seconds
 
 
 class GroupObjects(GroupMessages):
@@ -42,7 +41,7 @@ class GroupObjects(GroupMessages):
 
     def all_gather_object(self, value: Any, *, timeout: float | None = None) -> list[Any]:
         """Every rank's value, in the order of ranks, on every rank."""
-        limit = _Limit("all_gather_object", timeout)
+        limit = TimeLimit("all_gather_object", timeout)
         mine, sizes = self._sizes("all_gather_object", value, limit)
         everything = np.empty(sum(sizes), np.uint8)
         self.all_gather(everything, mine, sizes, timeout=limit.left())
@@ -50,7 +49,7 @@ class GroupObjects(GroupMessages):
 
     def gather_object(self, value: Any, root: int = 0, *, timeout: float | None = None) -> list[Any] | None:
         """Every rank's value, in the order of ranks, on the root; None on the others."""
-        root, limit = arguments.root_rank("gather_object", root, self.size), _Limit("gather_object", timeout)
+        root, limit = arguments.root_rank("gather_object", root, self.size), TimeLimit("gather_object", timeout)
         mine, sizes = self._sizes("gather_object", value, limit)
         everything = np.empty(sum(sizes), np.uint8) if self.rank == root else None
         self.gather(everything, mine, root, sizes, timeout=limit.left())
@@ -58,7 +57,7 @@ class GroupObjects(GroupMessages):
 
     def broadcast_object(self, value: Any = None, root: int = 0, *, timeout: float | None = None) -> Any:
         """The root's value on every rank; what the others give is ignored."""
-        root, limit = arguments.root_rank("broadcast_object", root, self.size), _Limit("broadcast_object", timeout)
+        root, limit = arguments.root_rank("broadcast_object", root, self.size), TimeLimit("broadcast_object", timeout)
         mine, error = _pickled([value]) if self.rank == root else ([_NONE], None)
         size = np.array([-1 if error else mine[0].size], np.int64)
         self.broadcast(size, root, timeout=limit.left())
@@ -75,7 +74,7 @@ class GroupObjects(GroupMessages):
         values: on the root as many as there are ranks; ignored on the others. Raises ArgumentError or ArgumentTypeError
         on every rank if the root gives another number, or no list.
         """
-        root, limit = arguments.root_rank("scatter_object", root, self.size), _Limit("scatter_object", timeout)
+        root, limit = arguments.root_rank("scatter_object", root, self.size), TimeLimit("scatter_object", timeout)
         mine = _listed(values) if self.rank == root else []
         given, error = _pickled(mine or [])
         header = np.array([-1 if mine is None else len(mine), -1 if error else 0], np.int64)
@@ -110,7 +109,7 @@ class GroupObjects(GroupMessages):
         Raises OperationError if the message is an array of another dtype than uint8, which is then still to be
         received, or cannot be unpickled.
         """
-        limit = _Limit("recv_object", timeout)
+        limit = TimeLimit("recv_object", timeout)
         found = self.probe(source, tag, timeout=limit.left())
         if found.dtype != "uint8":
             raise OperationError(
@@ -127,25 +126,13 @@ class GroupObjects(GroupMessages):
                 "an object of send_object"
             ) from error
 
-    def _sizes(self, operation: str, value: Any, limit: _Limit) -> tuple[Bytes, list[int]]:
+    def _sizes(self, operation: str, value: Any, limit: TimeLimit) -> tuple[Bytes, list[int]]:
         """This rank's value in bytes, and the bytes of every rank's."""
         mine, error = _pickled([value])
         sizes = np.empty(self.size, np.int64)
         self.all_gather(sizes, np.array([-1 if error else mine[0].size], np.int64), timeout=limit.left())
         _refuse(operation, [rank for rank, size in enumerate(sizes.tolist()) if size < 0], error)
         return mine[0], sizes.tolist()
-
-
-class _Limit:
-    """The time that all parts of an operation may take together. timeout: seconds; None: no limit."""
-
-    def __init__(self, operation: str, timeout: Any) -> None:
-        seconds = None if timeout is None else arguments.seconds(f"{operation}: timeout", timeout)
-        self._end = None if seconds is None else time.monotonic() + seconds
-
-    def left(self) -> float | None:
-        """Seconds for the next part, or None for no limit; at least a moment, so that the part can time out."""
-        return None if self._end is None else max(_MOMENT, self._end - time.monotonic())
 
 
 def _listed(values: Any) -> list[Any] | None:

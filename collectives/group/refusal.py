@@ -14,7 +14,7 @@ import weakref
 from typing import Any
 
 from ..errors import MismatchError, OperationError, OperationTimeout, WorkTimeout
-from ..process.forked import is_forked, why
+from ..process.forked import is_forked, refusal_reason
 from ..runtime import background_errors
 from ..runtime.progress import Progress
 
@@ -24,18 +24,18 @@ class Refusal:
 
     progress: the group's.
     name: of the group, may be empty.
-    when_dropped: takes what the group leaves when it is garbage, unless MPI may be at work in it.
+    when_dropped: the finalizer that hands a dropped group's communicators to `dropped`.
 
     why: the reason, in words; empty while the group can be used.
     failed: whether what is queued is refused, too.
     closed: whether the group has come to its end.
-    kind: of the error.
+    error_class: of the error.
     """
 
     def __init__(self, progress: Progress, name: str, when_dropped: weakref.finalize[..., Any]) -> None:
         self._progress, self._name, self.when_dropped = progress, name, when_dropped
         self.why, self.failed, self.closed = "", False, False
-        self.kind: type[MismatchError | OperationError] = OperationError
+        self.error_class: type[MismatchError | OperationError] = OperationError
         _alive.add(self)
 
     def check(self, operation: str, queued: bool = False) -> None:
@@ -44,7 +44,7 @@ class Refusal:
             if not queued:
                 background_errors.clear(self._progress)  # the refusal says why
             group = f"communicator {self._name!r}" if self._name else "this communicator"
-            raise self.kind(f"{operation}: {group} cannot be used any more: {self.why}")
+            raise self.error_class(f"{operation}: {group} cannot be used any more: {self.why}")
 
     def give_up(self, why: str) -> None:
         """Refuses every operation from here on, also those that are queued."""
@@ -72,7 +72,7 @@ def _close_in_child() -> None:
     """Refuses operations in a forked child of a rank, which frees nothing."""
     if is_forked():
         for refusal in _alive:
-            refusal.close(why())
+            refusal.close(refusal_reason())
 
 
 if hasattr(os, "register_at_fork"):

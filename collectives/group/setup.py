@@ -24,7 +24,7 @@ from ..errors import ArgumentError, OperationError
 from ..memory.leftovers import remove_names
 from ..messages.messages import Messages
 from ..process.forked import refuse_if_forked
-from ..process.topology import discover, names, world_ranks
+from ..process.topology import discover, reported_ranks, world_ranks
 from ..runtime.dropped import Key, free_dropped, freed_if_it_fails, freed_if_mpi_fails
 from ..runtime.positions import group_name
 from ..runtime.watchdog import Guard, limit_of, watch
@@ -37,7 +37,7 @@ class GroupParts:
     """The objects and facts that a group is set up with.
 
     mpi: the communicator that was given.
-    made: those that are made for the group, to be freed with it; more may be added.
+    owned_comms: those that are made for the group, to be freed with it; more may be added.
     for_messages: one of them, for messages alone.
     name: may be empty.
     called: what errors call this rank's place in the group.
@@ -50,7 +50,7 @@ class GroupParts:
     """
 
     mpi: MPI.Intracomm
-    made: list[MPI.Intracomm]
+    owned_comms: list[MPI.Intracomm]
     for_messages: MPI.Intracomm
     name: str
     called: str
@@ -89,21 +89,23 @@ def set_up(
     if len(set(scratches)) > 1:
         raise ArgumentError(f"scratch: got {scratch!r} on rank {given.rank}; needs the same on every rank")
     free_dropped(given)
-    made: list[MPI.Intracomm] = []
-    with freed_if_mpi_fails("Communicator", made):
-        collective = _duplicated(given, made)
-        for_messages = _duplicated(given, made)
-        topology = discover(collective, made)
+    owned_comms: list[MPI.Intracomm] = []
+    with freed_if_mpi_fails("Communicator", owned_comms):
+        collective = _duplicated(given, owned_comms)
+        for_messages = _duplicated(given, owned_comms)
+        topology = discover(collective, owned_comms)
     if mpi is None and topology.local_rank == 0:  # all ranks have come through MPI_Init
         remove_names()
     debugging = any(debugs)
-    dispatch = (CheckedDispatch if debugging else Dispatch)(collective, topology, made, stages=bool(scratch))
+    dispatch = (CheckedDispatch if debugging else Dispatch)(
+        collective, topology, owned_comms, use_scratch=bool(scratch)
+    )
     positions = dispatch.positions
-    messages = Messages(for_messages, positions, dispatch.takes_addresses, name)
+    messages = Messages(for_messages, positions, dispatch.takes_device_addresses, name)
     number = collective.bcast(next(_numbers))
-    with freed_if_it_fails(made):
+    with freed_if_it_fails(owned_comms):
         dispatch.selection = _select(dispatch, given, make)
-    world, named = world_ranks(given), names(given)
+    world, named = world_ranks(given), reported_ranks(given)
     called = f"{group_name(named, MPI.COMM_WORLD.size, name)}, rank {named[given.rank]} of {MPI.COMM_WORLD.size}"
     key = world[0], number
     guard: Guard | None = None
@@ -111,22 +113,22 @@ def set_up(
         seen = list(topology.members) if positions.shared else [given.rank]
         guard = Guard(for_messages, positions, seen, named, limit, name=name, group=key)
         watch(guard)
-    return GroupParts(given, made, for_messages, name, called, debugging, dispatch, messages, world, key, guard)
+    return GroupParts(given, owned_comms, for_messages, name, called, debugging, dispatch, messages, world, key, guard)
 
 
 _numbers = itertools.count()
 
 
-def _duplicated(mpi: MPI.Intracomm, made: list[MPI.Intracomm]) -> MPI.Intracomm:
+def _duplicated(mpi: MPI.Intracomm, owned_comms: list[MPI.Intracomm]) -> MPI.Intracomm:
     duplicate = mpi.Dup()
-    made.append(duplicate)
+    owned_comms.append(duplicate)
     return duplicate
 
 
 def _select(dispatch: Dispatch, mpi: MPI.Intracomm, make: Callable[[MPI.Intracomm], Any]) -> Selection:
     """The choices of algorithms, the same on all ranks; measured now, if no table covers the group. Collective."""
     topology = dispatch.topology
-    defaults = default_tables(library(), topology.nodes, topology.local_size, topology.crowded)
+    defaults = default_tables(library(), topology.nodes, topology.local_size, topology.oversubscribed)
 
     def kept() -> Tables | None:
         """Rank 0's tables; None where the group is to measure some."""
@@ -152,14 +154,14 @@ def _agreed(mpi: MPI.Intracomm, make: Callable[[], Made]) -> Made:
     """
     made: Made | None = None
     error: Exception | None = None
-    told: Exception | None = None
+    error_for_others: Exception | None = None
     try:
         made = make()
     except ArgumentError as failure:
-        error = told = failure
+        error = error_for_others = failure
     except Exception as failure:
-        error, told = failure, OperationError(f"rank {mpi.rank} failed: {failure!r}")
-    for rank, found in enumerate(mpi.allgather(told)):
+        error, error_for_others = failure, OperationError(f"rank {mpi.rank} failed: {failure!r}")
+    for rank, found in enumerate(mpi.allgather(error_for_others)):
         if found is not None:
             raise error if error is not None and rank == mpi.rank else found
     return made  # type: ignore[return-value]

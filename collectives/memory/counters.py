@@ -40,13 +40,13 @@ _WORD = 8  # bytes
 ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 _LOOKS, _YIELDS = 50, 2000  # before a rank sleeps: about 2 ms
-_CROWDED_LOOKS, _CROWDED_YIELDS = 5, 100  # where the node has more ranks than cores
+_OVERSUBSCRIBED_LOOKS, _OVERSUBSCRIBED_YIELDS = 5, 100  # where the node has more ranks than cores
 _LOOKS_IN_C, _YIELDS_IN_C = 200, 50  # before that, from C, where a look takes a tenth of the time
 _GLANCE = 64  # yields between two looks of MPI
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 1e-3, 16e-3  # seconds between them; the shortest while the program waits
 _NAP = 5e-5  # seconds, where there is no futex
 _CALLS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}  # the futex's numbers
-_WAIT, _WAKE, _EVERYBODY = 0, 1, 2**31 - 1
+_WAIT, _WAKE, _ALL_WAITERS = 0, 1, 2**31 - 1
 
 
 class _Timespec(ctypes.Structure):
@@ -81,7 +81,7 @@ _futex = _find_futex()
 _yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
-def let_mpi_look() -> None:
+def progress_mpi() -> None:
     """Lets the MPI library progress what it has begun to send and to receive."""
     MPI.COMM_SELF.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
@@ -101,32 +101,32 @@ class _Waiting:
     def __init__(self, memory: SharedMemory | bytearray, others: list[_Other], looks: int, yields: int) -> None:
         self._memory, self._others, self._polls = memory, others, (looks, yields)
 
-    def for_all(self, least: int, unless: Callable[[int], bool] | None = None) -> bool:
-        for other in self._others:  # noqa: SIM110, every barrier asks, and a loop is faster
-            if other.number[0] < least and not self._wait(other, least, unless):
+    def for_all(self, target: int, has_moved_on: Callable[[int], bool] | None = None) -> bool:
+        for other in self._others:  # every barrier asks, and a loop is faster
+            if other.number[0] < target and not self._wait(other, target, has_moved_on):
                 return False
         return True
 
-    def _wait(self, other: _Other, least: int, unless: Callable[[int], bool] | None) -> bool:
+    def _wait(self, other: _Other, target: int, has_moved_on: Callable[[int], bool] | None) -> bool:
         number = other.number
         if caller_is_waiting():
             looks, yields = self._polls
             for _ in range(looks):
-                if number[0] >= least:
+                if number[0] >= target:
                     return True
             for turn in range(yields):
                 _yield_core()
-                if number[0] >= least:
+                if number[0] >= target:
                     return True
                 if turn % _GLANCE == 0:
-                    let_mpi_look()
+                    progress_mpi()
         self._memory[other.asleep] = 1
         sleep = _SHORTEST_SLEEP
         try:
-            while (seen := number[0]) < least:
-                if unless is not None and unless(other.rank):
-                    return number[0] >= least  # it may have become so just before
-                let_mpi_look()
+            while (seen := number[0]) < target:
+                if has_moved_on is not None and has_moved_on(other.rank):
+                    return number[0] >= target  # it may have become so just before
+                progress_mpi()
                 if _futex is None:
                     time.sleep(_NAP)
                 else:
@@ -142,18 +142,25 @@ class Counters:
 
     memory: shared by them, and zero at first; private to a rank that is alone.
     start, sleepers: bytes of it at which the numbers, one every `STRIDE` bytes, and the `nbytes_of_sleepers` begin.
-    crowded: whether the node has more ranks than cores.
+    oversubscribed: whether the node has more ranks than cores.
 
-    advance: this rank's number grows to that which it is given, which wakes who sleeps for it.
-    wait_for_all: given a number, returns when every rank's is at least that, or `unless(rank)`, if that is given too,
-        says of one that it will not be; whether all are.
+    advance(number): raises this rank's number and wakes its sleepers.
+    wait_for_all(target, has_moved_on=None): True once every rank's number is at least `target`; False if
+        `has_moved_on(rank)` says that one's never will be.
     in_c: `native.Numbers`, whose methods these two are; None where there is no C.
     """
 
     def __init__(
-        self, memory: SharedMemory | bytearray, start: int, sleepers: int, rank: int, ranks: int, *, crowded: bool
+        self,
+        memory: SharedMemory | bytearray,
+        start: int,
+        sleepers: int,
+        rank: int,
+        ranks: int,
+        *,
+        oversubscribed: bool,
     ) -> None:
-        polls = (_CROWDED_LOOKS, _CROWDED_YIELDS) if crowded else (_LOOKS, _YIELDS)
+        polls = (_OVERSUBSCRIBED_LOOKS, _OVERSUBSCRIBED_YIELDS) if oversubscribed else (_LOOKS, _YIELDS)
         places = [start + other * STRIDE for other in range(ranks)]
         numbers = [memoryview(memory)[place : place + 8].cast("q") for place in places]
         base = 0 if isinstance(memory, bytearray) else memory.address
@@ -170,7 +177,7 @@ class Counters:
         if compiled is None:
             self.advance, self.wait_for_all = _advancing(numbers[rank], asleep, wake), waiting.for_all
             return
-        polls = polls if crowded else (_LOOKS_IN_C, _YIELDS_IN_C)
+        polls = polls if oversubscribed else (_LOOKS_IN_C, _YIELDS_IN_C)
         others = tuple(other.number for other in self._others)
         self.in_c = compiled.Numbers(numbers[rank], others, asleep, wake, *polls, waiting.for_all)
         self.advance, self.wait_for_all = self.in_c.advance, self.in_c.wait_for_all
@@ -193,7 +200,7 @@ def _padded(ranks: int) -> int:
 def _wake(address: int) -> None:
     """Wakes who sleeps for the number at that address."""
     if _futex is not None:
-        _futex(address, _WAKE, _EVERYBODY)
+        _futex(address, _WAKE, _ALL_WAITERS)
 
 
 def _advancing(own: memoryview, asleep: memoryview, wake: Callable[[], None]) -> Callable[[int], None]:
@@ -231,9 +238,16 @@ class Barrier:
     """
 
     def __init__(
-        self, memory: SharedMemory, start: int, rank: int, ranks: int, *, crowded: bool, fence: Callable[[], object]
+        self,
+        memory: SharedMemory,
+        start: int,
+        rank: int,
+        ranks: int,
+        *,
+        oversubscribed: bool,
+        fence: Callable[[], object],
     ) -> None:
-        self._counters = Counters(memory, start, start + ranks * STRIDE, rank, ranks, crowded=crowded)
+        self._counters = Counters(memory, start, start + ranks * STRIDE, rank, ranks, oversubscribed=oversubscribed)
         self._advance, self._wait_for_all = self._counters.advance, self._counters.wait_for_all
         self._fence = None if ORDERED else fence
         self._met = array("q", [0])
@@ -244,7 +258,7 @@ class Barrier:
         return ranks * STRIDE + Counters.nbytes_of_sleepers(ranks)
 
     def __call__(self) -> None:
-        """Collective."""
+        """Waits until all ranks of the node have called it. Collective."""
         self._met[0] = number = self._met[0] + 1
         self._advance(number)
         self._wait_for_all(number)
@@ -252,7 +266,7 @@ class Barrier:
             self._fence()
 
     @property
-    def in_c(self) -> dict[str, Any] | None:
+    def native_arguments(self) -> dict[str, Any] | None:
         """The arguments of `native.OneCopy` with which it meets as this does; None where it cannot."""
         numbers = self._counters.in_c
         return None if numbers is None or self._fence is not None else {"numbers": numbers, "met": self._met}

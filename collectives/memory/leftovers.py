@@ -14,8 +14,8 @@ import contextlib
 import re
 from pathlib import Path
 
-_NOT_NEEDED = re.compile(r" (/dev/shm/mpich_shm_\w+)( \(deleted\))?$", re.MULTILINE)
-_NEEDED = re.compile(r" (/dev/shm/sm_segment\.\S+)( \(deleted\))?$", re.MULTILINE)
+_MPICH_FILES = re.compile(r" (/dev/shm/mpich_shm_\w+)( \(deleted\))?$", re.MULTILINE)
+_OPEN_MPI_FILES = re.compile(r" (/dev/shm/sm_segment\.\S+)( \(deleted\))?$", re.MULTILINE)
 
 
 def mapped(process: int | str = "self", needed: bool = False) -> dict[str, bool]:
@@ -27,7 +27,7 @@ def mapped(process: int | str = "self", needed: bool = False) -> dict[str, bool]
         text = Path(f"/proc/{process}/maps").read_text()
     except OSError:
         return {}
-    found = _NOT_NEEDED.findall(text) + (_NEEDED.findall(text) if needed else [])
+    found = _MPICH_FILES.findall(text) + (_OPEN_MPI_FILES.findall(text) if needed else [])
     return {path: not gone for path, gone in found}
 
 

@@ -3,7 +3,7 @@
     reserve(start, bytes)     the pages are there, of zeros at first
     discard(start, bytes)     the pages are given back; what is read there is zero
 
-What views of it have been taken, also by autograd, are right again once the same bytes are written anew.
+Views, also those that autograd keeps, are valid again once the same bytes are written anew.
 
 To bring a page costs more than to write it, so that private ones of 2 MiB are asked for, wherever they fit in whole.
 """
@@ -20,7 +20,7 @@ import torch
 
 from ..errors import OperationError
 from ..process.forked import is_forked
-from .shared_memory import explained
+from .shared_memory import explain
 
 _HUGE = 2 << 20  # bytes
 
@@ -84,7 +84,7 @@ class Pages:
         try:
             os.posix_fallocate(self.file, start, nbytes)
         except OSError as error:
-            why = explained(_directory(self.file), error)
+            why = explain(_directory(self.file), error)
             raise OperationError(f"the node's shared memory has no room for {nbytes} bytes more: {why}") from None
 
     def _ask_for_huge(self, start: int, nbytes: int) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..base.buffers import address
-from ..base.reduction import Call
+from ..base.reduction import BoundCall
 from ..errors import OperationError
 
 Array = np.ndarray[Any, Any]
@@ -45,11 +45,11 @@ class PeerMemory:
         self._here = ctypes.addressof(self._ranges)
         self._there = self._here + ctypes.sizeof(ctypes.c_size_t) * 2
 
-    def read(self, rank: int, source: int, target: Array) -> Call:
+    def read(self, rank: int, source: int, target: Array) -> BoundCall:
         """The call that makes target = the rank's memory from address `source` on."""
         return self._move, (self._readv, rank, source, address(target), target.nbytes)
 
-    def write(self, rank: int, target: int, source: Array) -> Call:
+    def write(self, rank: int, target: int, source: Array) -> BoundCall:
         """The call that makes the rank's memory from address `target` on = source."""
         return self._move, (self._writev, rank, target, address(source), source.nbytes)
 
@@ -84,7 +84,7 @@ def connect(node: MPI.Intracomm) -> PeerMemory | None:
                 for function, arguments in (memory.read(rank, place, found), memory.write(rank, place + 8, found)):
                     function(*arguments)
                 if found[0] != _TOKEN + rank:
-                    raise OperationError("process numbers mean something else there")
+                    raise OperationError("process ids differ between the ranks")
             reached = True
         except OperationError:
             reached = False

@@ -35,6 +35,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..base.buffers import address
+from ..errors import OperationError
 
 _UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # no descriptor an array
 DIRECTORY = "MPIDL_SHM_DIR"
@@ -140,7 +141,7 @@ class Allocator:
             except OSError as error:
                 if optional:
                     return None
-                failure = failure or explained(directory, error)
+                failure = failure or explain(directory, error)
                 continue
             if failure:
                 self._warn(f"{_size(wanted)} of the node's shared memory are in {directory}, which is slower", failure)
@@ -151,9 +152,12 @@ class Allocator:
         self._warn(f"the node's ranks cannot share {_size(wanted)}; ranks send messages instead", failure)
         return None
 
-    def count_live(self) -> int:
-        """Returns how many allocations are not freed."""
-        return sum(memory() is not None for _, memory in self._live)
+    def require(self, nbytes: int) -> SharedMemory:
+        """Allocates a part for each rank; raises OperationError on all ranks where there is no room. Collective."""
+        memory = self.allocate(nbytes)
+        if memory is None:
+            raise OperationError("the node has run out of shared memory")
+        return memory
 
     def find(self, address: int, nbytes: int) -> tuple[SharedMemory, int] | None:
         """The allocation in whose part of this rank the bytes lie, and their place in that part."""
@@ -169,7 +173,7 @@ class Allocator:
         part = memory.stride or len(memory)
         return (memory, start) if start >= 0 and start + nbytes <= part else None
 
-    def numbered(self, number: int) -> SharedMemory | None:
+    def find_by_number(self, number: int) -> SharedMemory | None:
         """The allocation of that number, if this rank maps it."""
         found = (memory() for _, memory in self._live)
         return next((memory for memory in found if memory is not None and memory.number == number), None)
@@ -184,12 +188,12 @@ class Allocator:
         file = self._open_file(directory)
         try:
             if not reserved:
-                self._together(lambda: os.ftruncate(file, wanted))
+                self._on_all_ranks(lambda: os.ftruncate(file, wanted))
             elif shared:
-                self._together(lambda: os.posix_fallocate(file, 0, part) if self._rank == 0 else None)
+                self._on_all_ranks(lambda: os.posix_fallocate(file, 0, part) if self._rank == 0 else None)
             else:
-                self._together(lambda: os.posix_fallocate(file, self._rank * part, part))
-            memory = self._together(lambda: SharedMemory(file, wanted, **_UNTRACKED))
+                self._on_all_ranks(lambda: os.posix_fallocate(file, self._rank * part, part))
+            memory = self._on_all_ranks(lambda: SharedMemory(file, wanted, **_UNTRACKED))
         except OSError:
             os.close(file)
             raise
@@ -210,12 +214,12 @@ class Allocator:
         files: list[int] = []
         try:
             if self._rank == 0:
-                self._together(lambda: files.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)))
-                self._together(lambda: None)
+                self._on_all_ranks(lambda: files.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)))
+                self._on_all_ranks(lambda: None)
             else:
-                self._together(lambda: None)
-                self._together(lambda: files.append(os.open(path, os.O_RDWR)))
-            self._together(lambda: os.unlink(path) if self._rank == 0 else None)  # before any rank fills it
+                self._on_all_ranks(lambda: None)
+                self._on_all_ranks(lambda: files.append(os.open(path, os.O_RDWR)))
+            self._on_all_ranks(lambda: os.unlink(path) if self._rank == 0 else None)  # before any rank fills it
         except OSError:
             for file in files:
                 os.close(file)
@@ -226,7 +230,7 @@ class Allocator:
                     os.unlink(path)
         return files[0]
 
-    def _together(self, step: Callable[[], Made]) -> Made:
+    def _on_all_ranks(self, step: Callable[[], Made]) -> Made:
         """Returns `step()`. Raises the same OSError on all ranks if it raises one on any of them. Collective."""
         code = 0
         try:
@@ -261,7 +265,7 @@ def _size(nbytes: int) -> str:
     return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
 
 
-def explained(directory: str, error: OSError) -> str:
+def explain(directory: str, error: OSError) -> str:
     """Explains an error in a directory for shared memory: what has run out, and what to do about it."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return (

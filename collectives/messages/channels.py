@@ -24,7 +24,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from .message import Channel, Header, Message, Receiving, under_way
+from .message import Channel, Header, Message, Receiving, nothing, under_way
 
 
 class Channels:
@@ -114,7 +114,7 @@ class Channels:
         for source, counts in enumerate(sent):
             for tag, count in counts.items():
                 for _ in range(count - self.incoming(source, tag).messages):
-                    left_over = Receiving("close", self.comm, None, nullcontext, _nothing)
+                    left_over = Receiving("close", self.comm, None, nullcontext, nothing)
                     left_over.begin(self.incoming(source, tag))
                     ending.append(left_over)
         while ending := [message for message in ending if not message.is_completed()]:
@@ -156,7 +156,3 @@ class Channels:
         if (other, tag) not in channels:
             channels[other, tag] = Channel(self.comm, other, tag)
         return channels[other, tag]
-
-
-def _nothing() -> None:
-    pass

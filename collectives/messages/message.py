@@ -44,7 +44,7 @@ _DTYPES = list(DTYPES.values())
 _NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 under_way: set[Message] = set()  # of this process
-_unbegun: set[Message] = set()  # those that wait for their turn in `Channels`
+_not_begun: set[Message] = set()  # those that wait for their turn in `Channels`
 
 
 class Channel:
@@ -128,7 +128,7 @@ class Message(Work):
         self._pieces: list[MPI.Request] = []
         self._lock = threading.Lock()
         self._started = self._cancelled = False
-        self._begin_in_turn: Callable[[], None] = _nothing
+        self._begin_in_turn: Callable[[], None] = nothing
         under_way.add(self)  # before MPI knows of the array
 
     def begin(self, channel: Channel) -> None:
@@ -138,20 +138,15 @@ class Message(Work):
             self._start()
             self._started = True
         finally:
-            _unbegun.discard(self)  # last: a thread that waits for it goes to MPI as soon as nothing is left to begin
+            _not_begun.discard(self)  # last: a thread that waits for it goes to MPI as soon as nothing is left to begin
 
     def queue(self, begin_in_turn: Callable[[], None]) -> None:
-        """Leaves it to a function to begin it, which is called while any message is waited for or asked."""
+        """Registers the function that will begin it; every wait or test of a message calls it."""
         self._begin_in_turn = begin_in_turn
-        _unbegun.add(self)
-
-    @property
-    def begun(self) -> bool:
-        """Returns whether it is in a channel."""
-        return self._started
+        _not_begun.add(self)
 
     def is_completed(self) -> bool:
-        """True when the message has been sent or has arrived, or has failed; never blocks."""
+        """Returns whether the message has been sent or has arrived, or has failed; never blocks."""
         if not self._done.is_set():
             refuse_if_forked(self.name)
         begin_in_turn()
@@ -169,7 +164,7 @@ class Message(Work):
         if not self._done.is_set():
             refuse_if_forked(self.name)
         if timeout is None:
-            if _unbegun:  # the other rank may wait for this one to take a message that it sends
+            if _not_begun:  # the other rank may wait for this one to take a message that it sends
                 with self._waiting():
                     poll(self._has_ended_or_is_last)
             with self._lock, self._waiting():
@@ -181,14 +176,14 @@ class Message(Work):
         self._raise(timeout)
 
     def _has_ended_or_is_last(self) -> bool:
-        """Returns whether MPI alone can be left to end it."""
-        return self.is_completed() or (self._started and not _unbegun)
+        """Returns whether it has ended, or MPI alone can complete it."""
+        return self.is_completed() or (self._started and not _not_begun)
 
     def drop(self) -> None:
         """Ends a message that has not begun, with an error."""
         self._data = None
         under_way.discard(self)
-        _unbegun.discard(self)
+        _not_begun.discard(self)
         self._end(OperationError(self._unsent()), expected=True)
 
     def _unsent(self) -> str:
@@ -271,7 +266,7 @@ class Receiving(Message):
         data, header, self._header = self._data, self._header, None
         dtype, nbytes = header.read()
         if data is None or dtype is not data.dtype or nbytes != data.nbytes:
-            self._take_away(nbytes)
+            self._discard_elements(nbytes)
         if data is None:
             return []
         if dtype is not data.dtype or nbytes != data.nbytes:
@@ -283,7 +278,7 @@ class Receiving(Message):
             data.flat.view(np.uint8)[:] = header.elements(nbytes)
         return self._pieces
 
-    def _take_away(self, nbytes: int) -> None:
+    def _discard_elements(self, nbytes: int) -> None:
         """Receives what follows the header of a message of so many bytes, which its sender has begun to send."""
         matched = 0
         for request in self._pieces:
@@ -299,13 +294,13 @@ class Receiving(Message):
             rest -= memory.size
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """Does nothing; for a message that ends without more ado."""
 
 
 def begin_in_turn() -> None:
     """Begins what waits for its turn, as far as messages have come for it."""
-    for begin in {message._begin_in_turn for message in list(_unbegun)}:  # one for all of a queue
+    for begin in {message._begin_in_turn for message in list(_not_begun)}:  # one for all of a queue
         begin()
 
 
@@ -330,7 +325,7 @@ def _pieces_of(data: Buffer) -> list[np.ndarray[Any, Any]]:
 
 @after_all_operations
 def _send_the_last_messages() -> None:
-    """Goes on with messages that Intel MPI's MPI_Finalize would drop; others' goes on until all ranks are in it."""
+    """Completes sends that Intel MPI's MPI_Finalize would drop; other libraries complete them there."""
     if not is_forked() and not MPI.Is_finalized() and MPI.get_vendor()[0].startswith("Intel"):
         poll(lambda: all(m.is_completed() for m in list(under_way) if isinstance(m, Sending)), _LAST_SENDS_S)
 

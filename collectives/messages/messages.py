@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,21 +11,20 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from ..base import buffers
-from ..base.arguments import integer, refuse_overlap, wrong_type
+from ..base.arguments import TimeLimit, integer, refuse_overlap, wrong_type
 from ..base.buffers import Buffer, DeviceBuffer
 from ..errors import ArgumentError, OperationError, WorkTimeout
-from ..process.topology import names
+from ..process.topology import reported_ranks
 from ..runtime.positions import ANY, Positions
 from ..runtime.progress import Work
 from ..runtime.watchdog import TAGS
 from .channels import Channels
-from .message import INLINE_BYTES, Header, Message, Receiving, Sending, begin_in_turn, poll, under_way
+from .message import INLINE_BYTES, Header, Message, Receiving, Sending, begin_in_turn, nothing, poll, under_way
 
 if TYPE_CHECKING:
     from ..backends.cuda.messages import HostSide
 
 _LARGEST_TAG = min(TAGS) - 1
-_MOMENT = 1e-3  # seconds
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Messages:
 
     comm: for nothing else.
     positions: where its waits are written.
-    takes_addresses: whether the MPI library has been seen to move GPU memory between this rank and another one.
+    takes_device_addresses: whether the MPI library has been seen to move GPU memory between this rank and another one.
     name: of the group, may be empty.
     """
 
@@ -75,13 +73,13 @@ class Messages:
         self,
         comm: MPI.Intracomm,
         positions: Positions,
-        takes_addresses: Callable[[int], bool] = lambda other: False,
+        takes_device_addresses: Callable[[int], bool] = lambda other: False,
         name: str = "",
     ) -> None:
-        self._takes_addresses = takes_addresses
+        self._takes_device_addresses = takes_device_addresses
         self._positions = positions
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self._names = names(comm)
+        self._names = reported_ranks(comm)
         self._own_name = (
             f"communicator {name!r}, " if name else ""
         ) + f"rank {self._names[self.rank]} of {MPI.COMM_WORLD.size}"
@@ -118,16 +116,16 @@ class Messages:
             self._refuse_endless_wait("sendrecv", source, recv_tag)
         arriving = self._incoming("sendrecv: out", out, source, recv_tag)
         leaving = self._outgoing("sendrecv: x", x, dest, tag)
-        limit = None if timeout is None else time.monotonic() + timeout
+        limit = TimeLimit("sendrecv", timeout)
         try:
             _wait(arriving, timeout)
         except WorkTimeout:
             leaving.give_up()
             raise
         except OperationError:  # of what came; x must not be touched before it has left
-            _wait(leaving, _left(limit))
+            _wait(leaving, limit.left())
             raise
-        _wait(leaving, _left(limit))
+        _wait(leaving, limit.left())
         return arriving.sender
 
     def batch(self, operations: Sequence[P2POp]) -> list[Work]:
@@ -169,7 +167,7 @@ class Messages:
 
     def _outgoing(self, name: str, x: Any, dest: int | None, tag: int, *, to_itself_by_copy: bool = False) -> Message:
         data = self._checked(x, name, dest, tag, writable=False)
-        done: Callable[[], None] = _nothing
+        done: Callable[[], None] = nothing
         if isinstance(data, DeviceBuffer):
             if dest != self.rank and self._goes_directly(data, dest):
                 data = self._host_side(data).direct(x, data)
@@ -181,7 +179,7 @@ class Messages:
 
     def _incoming(self, name: str, x: Any, source: int | None, tag: int) -> Receiving:
         data = self._checked(x, name, source, tag, writable=True)
-        done: Callable[[], None] = _nothing
+        done: Callable[[], None] = nothing
         if isinstance(data, DeviceBuffer):
             if source not in (None, self.rank) and self._goes_directly(data, source):
                 data = self._host_side(data).direct(x, data)
@@ -233,12 +231,12 @@ class Messages:
         self._checked_tag(f"{operation}: tag", tag)
         if not self.channels.has_sent_to_itself(self.rank, tag):
             raise ArgumentError(
-                f"{operation}: source: got {source}, and rank {self.rank} has sent itself nothing with tag {tag} that "
-                "it has not received; needs the send first, or async_op=True"
+                f"{operation}: source: got {source}, and rank {self.rank} has no message of tag {tag} to itself left "
+                "to receive; needs the send first, or async_op=True"
             )
 
     def _goes_directly(self, data: DeviceBuffer, other: int | None) -> bool:
-        return other is not None and data.nbytes > INLINE_BYTES and self._takes_addresses(other)
+        return other is not None and data.nbytes > INLINE_BYTES and self._takes_device_addresses(other)
 
     def _host_side(self, data: DeviceBuffer) -> HostSide:
         if data.device not in self._host_sides:
@@ -255,12 +253,3 @@ def _wait(message: Message, timeout: float | None) -> None:
     except WorkTimeout:
         message.give_up()
         raise
-
-
-def _left(limit: float | None) -> float | None:
-    """Seconds until a time, at least a moment; None for none."""
-    return None if limit is None else max(_MOMENT, limit - time.monotonic())
-
-
-def _nothing() -> None:
-    pass

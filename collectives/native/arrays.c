@@ -74,7 +74,7 @@ static PyObject *in_python(PyObject *array)
     return PyObject_CallOneArg(elsewhere, array);
 }
 
-/* Whether memory there is the same for all ranks of the node. Nothing here runs the collector, which may free such. */
+/* True if memory there is the same for all ranks of the node. Nothing here runs the collector, which may free such. */
 static int is_one_for_all(const void *place)
 {
     Py_ssize_t at = 0;
@@ -146,7 +146,7 @@ static int is_plain_tensor(PyObject *object)
     return 0;
 }
 
-/* Whether the object is an array of numpy's or a tensor of torch's own classes. */
+/* True if the object is an array of numpy's or a tensor of torch's own classes. */
 int is_plain_array(PyObject *object)
 {
     return Py_TYPE(object) == array_type || is_plain_tensor(object);

@@ -28,7 +28,7 @@ static int is_true(PyObject *object, PyObject *name)
     return found;
 }
 
-/* Whether a profiler is on, the group cannot be used, or the watchdog is to take no notice; -1 for an error. */
+/* True if a profiler is on, the group cannot be used, or the watchdog is to take no notice; -1 for an error. */
 static int is_unusual(AtOnce *a)
 {
     PyObject *enabled = PyDict_GetItemWithError(a->profiler, name_enabled);

@@ -5,7 +5,7 @@
 static PyMethodDef functions[] = {
     {"look_at", look_at, METH_VARARGS, "Says what `signature` works with; see arrays.c."},
     {"signature", signature, METH_O, "The array's signature, as base.buffers.signature gives it."},
-    {"in_background", in_background, METH_O, "Whether this thread runs operations beside the program."},
+    {"in_background", in_background, METH_O, "Tells that this thread runs operations while the program computes."},
     {NULL, NULL, 0, NULL},
 };
 

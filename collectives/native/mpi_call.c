@@ -31,7 +31,7 @@ int is_in_background(void)
     return background;
 }
 
-/* in_background(on): whether this thread runs operations beside the program, so that it must not poll. */
+/* in_background(on): tells that this thread runs operations while the program computes, so that it must not poll. */
 PyObject *in_background(PyObject *module, PyObject *on)
 {
     int is_on = PyObject_IsTrue(on);

@@ -18,7 +18,7 @@ typedef struct {
 } Numbers;
 
 int advance_number(Numbers *numbers, int64_t number);
-PyObject *wait_for_all(Numbers *numbers, int64_t least, PyObject *unless);
+PyObject *wait_for_all(Numbers *numbers, int64_t target, PyObject *has_moved_on);
 int is_in_background(void);
 
 int intern_at_once(void);

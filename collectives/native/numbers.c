@@ -32,37 +32,37 @@ int advance_number(Numbers *n, int64_t number)
     return 0;
 }
 
-/* The first rank from that place on whose number is below `least`; the number of ranks where there is none. */
-static Py_ssize_t behind(const Numbers *n, Py_ssize_t from, int64_t least)
+/* The first rank from that place on whose number is below `target`; the number of ranks where there is none. */
+static Py_ssize_t behind(const Numbers *n, Py_ssize_t from, int64_t target)
 {
-    while (from < n->count && seen(&n->others[from]) >= least)
+    while (from < n->count && seen(&n->others[from]) >= target)
         from++;
     return from;
 }
 
-static int all_there(Numbers *n, int64_t least)
+static int all_there(Numbers *n, int64_t target)
 {
-    Py_ssize_t waited = behind(n, 0, least);
+    Py_ssize_t waited = behind(n, 0, target);
     if (waited == n->count || is_in_background())
         return waited == n->count;
     Py_BEGIN_ALLOW_THREADS
     for (int look = 0; look < n->looks && waited < n->count; look++) {
         pause_core();
-        waited = behind(n, waited, least);
+        waited = behind(n, waited, target);
     }
     for (int turn = 0; turn < n->yields && waited < n->count; turn++) {
         sched_yield();
-        waited = behind(n, waited, least);
+        waited = behind(n, waited, target);
     }
     Py_END_ALLOW_THREADS
     return waited == n->count;
 }
 
-PyObject *wait_for_all(Numbers *n, int64_t least, PyObject *unless)
+PyObject *wait_for_all(Numbers *n, int64_t target, PyObject *has_moved_on)
 {
-    if (all_there(n, least))
+    if (all_there(n, target))
         return Py_NewRef(Py_True);
-    return PyObject_CallFunction(n->patiently, "LO", (long long)least, unless);
+    return PyObject_CallFunction(n->patiently, "LO", (long long)target, has_moved_on);
 }
 
 static PyObject *method_advance(PyObject *self, PyObject *number)
@@ -77,11 +77,11 @@ static PyObject *method_wait(PyObject *self, PyObject *const *arguments, Py_ssiz
 {
     Py_ssize_t named = names == NULL ? 0 : PyTuple_GET_SIZE(names);
     if (count < 1 || count + named > 2)
-        return PyErr_Format(PyExc_TypeError, "wait_for_all takes least and unless");
-    int64_t least = PyLong_AsLongLong(arguments[0]);
-    if (least == -1 && PyErr_Occurred())
+        return PyErr_Format(PyExc_TypeError, "wait_for_all takes target and has_moved_on");
+    int64_t target = PyLong_AsLongLong(arguments[0]);
+    if (target == -1 && PyErr_Occurred())
         return NULL;
-    return wait_for_all((Numbers *)self, least, count + named == 2 ? arguments[1] : Py_None);
+    return wait_for_all((Numbers *)self, target, count + named == 2 ? arguments[1] : Py_None);
 }
 
 static PyMethodDef methods[] = {

@@ -259,7 +259,7 @@ static PyObject *in_python(OneCopy *o, PyObject *done)
     return learn(o) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* Whether the allocations that the arrays lie in live; -1 for an error. */
+/* 1 if the allocations that the arrays lie in live; -1 for an error. */
 static int all_live(OneCopy *o)
 {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(o->memories); i++) {

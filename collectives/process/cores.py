@@ -28,7 +28,7 @@ def current() -> int:
     return -1 if _current is None else _current()
 
 
-def stay_on(core: int) -> None:
+def pin_thread(core: int) -> None:
     """Binds this thread to one core, if the system can do that and lets it; -1: leaves it as it is."""
     if core >= 0 and hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):

@@ -30,17 +30,17 @@ _uncaught_before: Any = None
 
 
 def is_forked() -> bool:
-    """True in a forked child of a rank."""
+    """Returns whether this is a forked child of a rank."""
     return bool(_of_parent)
 
 
 def refuse_if_forked(what: str) -> None:
     """Raises OperationError in a forked child of a rank."""
     if _of_parent:
-        raise OperationError(f"{what}: {why()}")
+        raise OperationError(f"{what}: {refusal_reason()}")
 
 
-def why() -> str:
+def refusal_reason() -> str:
     """The reason for which a forked child is refused an operation."""
     return f"{_of_parent}, and MPI is the parent's alone; needs to be called there"
 

@@ -17,8 +17,8 @@ class Topology:
     node: a communicator of them.
     across: one of the ranks with this rank's number on all nodes.
     regular: whether rank = node number * local_size + local_rank on every rank, with the same local_size everywhere.
-    crowded: whether this node has more ranks than cores that they may use.
-    full: whether it has at least as many ranks as such cores.
+    oversubscribed: whether this node has more ranks than cores that they may use.
+    fills_cores: whether it has at least as many ranks as such cores.
     cores: how many of them.
     layout: by which tables of algorithms are kept, the same on all ranks: "2x4" for two nodes of four ranks, "3+1" for
         nodes of three and one.
@@ -31,23 +31,26 @@ class Topology:
     members: tuple[int, ...]
     node: MPI.Intracomm
     across: MPI.Intracomm
-    crowded: bool
-    full: bool
+    oversubscribed: bool
+    fills_cores: bool
     cores: int
     layout: str
 
 
-def discover(comm: MPI.Intracomm, made: list[MPI.Intracomm]) -> Topology:
-    """Collective over `comm`: ranks that can share memory are on one node. made: gets the two communicators."""
+def discover(comm: MPI.Intracomm, owned_comms: list[MPI.Intracomm]) -> Topology:
+    """Finds each rank's node: ranks that can share memory are on one. Collective over `comm`.
+
+    owned_comms: gets the two communicators.
+    """
     rank = comm.Get_rank()
     node = split_by_node(comm, rank)
-    made.append(node)
+    owned_comms.append(node)
     local_rank, local_size = node.Get_rank(), node.Get_size()
     sizes = [size for number, size in comm.allgather((local_rank, local_size)) if number == 0]
     nodes = len(sizes)
     across = comm.Split(local_rank, rank)
     assert isinstance(across, MPI.Intracomm)
-    made.append(across)
+    owned_comms.append(across)
     in_place = across.Get_size() == nodes and rank == across.Get_rank() * local_size + local_rank
     regular = bool(comm.allreduce(int(in_place), MPI.MIN))
     members, cores = zip(*node.allgather((rank, usable())), strict=True)
@@ -66,7 +69,7 @@ def split_by_node(comm: MPI.Intracomm, rank: int) -> MPI.Intracomm:
     return node
 
 
-def names(comm: MPI.Intracomm) -> list[int]:
+def reported_ranks(comm: MPI.Intracomm) -> list[int]:
     """The numbers by which errors and reports name a group's ranks: those in the world, or the group's own outside."""
     found = world_ranks(comm)
     return found if min(found) >= 0 else list(range(len(found)))

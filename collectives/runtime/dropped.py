@@ -61,7 +61,7 @@ DROPPED: dict[Key, Remains] = {}
 
 
 def when_dropped(owner: Any, key: Key, remains: Remains) -> weakref.finalize[..., Any]:
-    """Takes what `owner` leaves when it is garbage, unless the result is detached before."""
+    """Registers a finalizer that keeps `remains` in DROPPED when `owner` is collected."""
     finalizer = weakref.finalize(owner, DROPPED.__setitem__, key, remains)
     finalizer.atexit = False
     return finalizer
@@ -79,24 +79,24 @@ def free_dropped(comm: MPI.Intracomm) -> None:
 
 
 @contextmanager
-def freed_if_it_fails(made: list[MPI.Intracomm]) -> Iterator[None]:
-    """Inside runs what raises an error on all ranks or on none; frees the MPI communicators in `made` if it does."""
+def freed_if_it_fails(owned_comms: list[MPI.Intracomm]) -> Iterator[None]:
+    """Context that frees the communicators in `owned_comms` if its body fails, on all ranks or on none."""
     try:
         yield
     except Exception:
-        for comm in made:
+        for comm in owned_comms:
             comm.Free()
         raise
 
 
 @contextmanager
-def freed_if_mpi_fails(what: str, made: list[MPI.Intracomm]) -> Iterator[None]:
-    """Inside, MPI communicators are made; if MPI makes no more, frees those in `made` and raises OperationError.
+def freed_if_mpi_fails(what: str, owned_comms: list[MPI.Intracomm]) -> Iterator[None]:
+    """Context that makes communicators; if MPI makes no more, frees those in `owned_comms` and raises OperationError.
 
     MPI libraries agree on a new communicator, so that all ranks come to the same end.
     """
     try:
-        with freed_if_it_fails(made):
+        with freed_if_it_fails(owned_comms):
             yield
     except MPI.Exception as error:
         why = error.Get_error_string().strip().splitlines()[-1]

@@ -24,7 +24,7 @@ _INT = array.array("i").itemsize
 
 
 def has_inboxes() -> bool:
-    """True where the system has sockets without a name in the file system, and names the sender of a message."""
+    """Returns whether the system has sockets without a name in the file system, and names a message's sender."""
     return sys.platform == "linux"
 
 

@@ -132,15 +132,17 @@ class Positions:
 
     memory: shared by these ranks, `Positions.nbytes(ranks)` long and zero at first; private to this rank where there is
         no shared memory, and then of no use to others.
-    crowded: whether the node has more ranks than cores.
+    oversubscribed: whether the node has more ranks than cores.
 
     state: a number that says whether this rank is in an operation; `leave` sets it to AFTER.
     """
 
-    def __init__(self, memory: SharedMemory | bytearray, rank: int, ranks: int, *, crowded: bool = False) -> None:
+    def __init__(
+        self, memory: SharedMemory | bytearray, rank: int, ranks: int, *, oversubscribed: bool = False
+    ) -> None:
         self.rank, self.ranks = rank, ranks
         self._memory = memory
-        self._entered = Counters(memory, 0, self.nbytes_seen(ranks), rank, ranks, crowded=crowded)
+        self._entered = Counters(memory, 0, self.nbytes_seen(ranks), rank, ranks, oversubscribed=oversubscribed)
         start = rank * _WIDTH
         words = ranks * _WIDTH + rank * _WORDS
         self._words, self._written = slice(words, words + _WORDS), NO_WORDS
@@ -201,7 +203,7 @@ class Positions:
 
         return enter
 
-    def in_c(self, operation: str) -> dict[str, Any]:
+    def native_arguments(self, operation: str) -> dict[str, Any]:
         """Lists what `native.AtOnce` notes an operation with: this rank's row and words, its code, Numbers."""
         words = memoryview(self._memory)[self._words]
         return {"row": self._collective, "words": words, "code": CODES[operation], "numbers": self._entered.in_c}
@@ -242,10 +244,6 @@ class Positions:
             yield
         finally:
             own[2] = 0
-
-    def own(self) -> Position:
-        """The position of this rank."""
-        return self._read(self._memory, self.rank, self.ranks)
 
     def all(self) -> list[Position]:
         """The positions of the node's ranks."""

@@ -16,7 +16,10 @@ _asked: dict[str, Words] = {}
 
 
 def describe_program(*, place: Words | None = None, phase: Words | None = None) -> None:
-    """Names functions of any thread that describe this process from here on. What is not given stays as it is."""
+    """Registers functions that describe this process; the watchdog's thread calls them.
+
+    What is not given stays as it is.
+    """
     _asked.update({name: call for name, call in (("place", place), ("phase", phase)) if call is not None})
 
 

@@ -36,7 +36,7 @@ from ..process.forked import refuse_if_forked
 from ..process.idle_wait import enter_background
 from ..process.labels import label
 from . import background_errors
-from .watchdog import PASS_ON_S, abort_job, mark_end, say
+from .watchdog import PASS_ON_S, abort_job, mark_end, print_to_stderr
 
 _STRANDED = 2.0  # seconds
 
@@ -117,14 +117,14 @@ class Progress:
 
     queue, turn: what is queued, and the lock of the thread that runs an operation.
     may_sleep: the thread may sleep while it waits for messages (`idle_wait`).
-    follows: it runs on the core of the thread that issues; both to be set before the first task.
+    pins_thread: it runs on the core of the thread that issues; both to be set before the first task.
     drain_hook: see `collectives.draining`.
     number: in the order in which they were made.
     stranded: an operation that its caller has given up, if there is one; it may never end.
     """
 
     def __init__(self) -> None:
-        self.may_sleep = self.follows = False
+        self.may_sleep = self.pins_thread = False
         self.drain_hook: Callable[[], None] | None = None
         self.number = next(_numbers)
         self._condition = threading.Condition()
@@ -151,10 +151,10 @@ class Progress:
             return work
         with self._condition:
             self.queue.append((work, task))
-            if self.follows:
+            if self.pins_thread:
                 self._core = cores.current()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work_off, name="mpidl-progress", daemon=True)
+                self._thread = threading.Thread(target=self._run_queue, name="mpidl-progress", daemon=True)
                 try:
                     self._thread.start()
                 except RuntimeError:
@@ -176,9 +176,7 @@ class Progress:
         if self._closed or self.is_stranded():
             return
         self.drain()
-        with self._condition:
-            self._closed = True
-            self._condition.notify()
+        self.abandon()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -199,7 +197,7 @@ class Progress:
         self.queue.clear()
         self._thread = None
 
-    def _work_off(self) -> None:
+    def _run_queue(self) -> None:
         enter_background(lambda: self._waiters > 0, may_sleep=self.may_sleep)
         own = -1
         while True:
@@ -209,7 +207,7 @@ class Progress:
                     return
             if own != self._core:
                 own = self._core
-                cores.stay_on(own)
+                cores.pin_thread(own)
             with self.turn:
                 self._carry_out(*self.queue.popleft())
 
@@ -225,12 +223,12 @@ class Progress:
 
 
 _alive: weakref.WeakSet[Progress] = weakref.WeakSet()
-_last: list[Callable[[], None]] = []  # at the end of the program
+_final_tasks: list[Callable[[], None]] = []  # at the end of the program
 _numbers = itertools.count()
 
 
 def _forget_all() -> None:
-    """Forgets the threads in a forked child, which has none of them and ends alone; what they have locked stays so."""
+    """Replaces queues and locks in a forked child, where the threads that held them do not exist."""
     for progress in _alive:
         progress.forget()
     _alive.clear()
@@ -242,7 +240,7 @@ if hasattr(os, "register_at_fork"):
 
 def after_all_operations(task: Callable[[], None]) -> Callable[[], None]:
     """Registers a task for the end of the program, when the other ranks know that this one is there. A decorator."""
-    _last.append(task)
+    _final_tasks.append(task)
     return task
 
 
@@ -265,7 +263,7 @@ def _finish_what_is_queued() -> None:
         progress.close()
     _end_with_failed_operations()
     mark_end(of_all=True)
-    for task in _last:
+    for task in _final_tasks:
         task()
     _end_if_stranded()
 
@@ -276,7 +274,9 @@ def _end_if_stranded() -> None:
     if not stranded or MPI.Is_finalized():
         return
     world, names = MPI.COMM_WORLD, ", ".join(work.name for work in stranded if work is not None)
-    say(f"mpidl: rank {world.rank} of {world.size} ends the job: {names} has timed out and is still under way\n")
+    print_to_stderr(
+        f"mpidl: rank {world.rank} of {world.size} ends the job: {names} has timed out and is still under way\n"
+    )
     time.sleep(PASS_ON_S)
     abort_job(exit_status.noted() or 1)
 
@@ -294,6 +294,8 @@ def _end_with_failed_operations() -> None:
         try:
             work.wait()
         except (OperationError, MismatchError) as error:
-            say(f"mpidl: rank {world.rank} of {world.size} ends the job: {error}; no wait() has raised it\n")
+            print_to_stderr(
+                f"mpidl: rank {world.rank} of {world.size} ends the job: {error}; no wait() has raised it\n"
+            )
     time.sleep(PASS_ON_S)
     abort_job(exit_status.noted() or 1)

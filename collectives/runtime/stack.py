@@ -19,7 +19,7 @@ _CALL = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.
 _reading = threading.Lock()  # held while the file is of one thread
 
 
-class Call(NamedTuple):
+class StackFrame(NamedTuple):
     """A call under way. file: of its code. Characters that are not ASCII are escaped, as by "backslashreplace"."""
 
     file: str
@@ -27,7 +27,7 @@ class Call(NamedTuple):
     function: str
 
 
-def calls_of_main_thread() -> list[Call]:
+def calls_of_main_thread() -> list[StackFrame]:
     """Returns at most a hundred calls, the innermost first; none where there is no room to write them down."""
     try:
         with _reading:
@@ -39,12 +39,12 @@ def calls_of_main_thread() -> list[Call]:
     except OSError:
         return []
     head = f"hread 0x{threading.main_thread().ident or 0:016x} "  # after "T", or "Current t"
-    calls: list[Call] = []
+    calls: list[StackFrame] = []
     for line in said.partition(head)[2].splitlines()[1:]:
         found = _CALL.fullmatch(line)
         if found is None:
             break
-        calls.append(Call(found["file"], int(found["line"]), found["function"]))
+        calls.append(StackFrame(found["file"], int(found["line"]), found["function"]))
     return calls
 
 

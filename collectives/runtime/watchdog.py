@@ -86,7 +86,7 @@ class _Seen:
         if position.beat != before.beat:
             self.heard = now
 
-    def forgive(self, seconds: float) -> None:
+    def extend_limit(self, seconds: float) -> None:
         """Extends the limit by seconds in which the watchdog did not run."""
         self.collective, self.message, self.heard = (t + seconds for t in (self.collective, self.message, self.heard))
 
@@ -129,7 +129,7 @@ class Guard:
     _shown: int = 0
     _sent: list[MPI.Request] = field(default_factory=list)  # answers under way, whose bytes they keep
     _lock: threading.Lock = field(default_factory=threading.Lock)  # held while it looks
-    _closed: bool = False
+    closed: bool = field(default=False, init=False)  # it looks no more
 
     def __post_init__(self) -> None:
         weakref.finalize(self, _keep_what_is_sent, self._sent).atexit = False
@@ -140,24 +140,14 @@ class Guard:
         return min(1.0, self.limit / 8)
 
     @property
-    def sees_all(self) -> bool:
-        """Returns whether all ranks' positions are on the page."""
-        return len(self.ranks) == self.messages.size
-
-    @property
     def _may_ask(self) -> bool:
         """Returns whether it asks other nodes, and answers them: where MPI lets the watchdog's thread call it."""
-        return not self.sees_all and MPI.Query_thread() == MPI.THREAD_MULTIPLE
-
-    @property
-    def closed(self) -> bool:
-        """Returns whether it looks no more."""
-        return self._closed
+        return len(self.ranks) != self.messages.size and MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def close(self) -> None:
         """Looks no more, and sends no more messages."""
         with self._lock:
-            self._closed = True
+            self.closed = True
 
     def positions_of_all(self) -> dict[int, Position]:
         """Returns where each rank of the group is, as far as is known, and asks other nodes, for the next call.
@@ -166,7 +156,7 @@ class Guard:
         """
         with self._lock:
             found = dict(zip(self.ranks, self.positions.all(), strict=True))
-            if self._may_ask and not self._closed:
+            if self._may_ask and not self.closed:
                 now = time.monotonic()
                 self._answer(now)
                 found |= {rank: there for rank, (there, came) in self._heard.items() if now - came < _FRESH}
@@ -178,7 +168,7 @@ class Guard:
     def look(self, now: float, place: str, phase: str) -> None:
         """Compares with the last look; may end the job. place, phase: see `program`."""
         with self._lock:
-            if not self._closed:
+            if not self.closed:
                 self.positions.beat(place, phase)
                 self._look(now)
 
@@ -189,7 +179,7 @@ class Guard:
         if now - self._looked > _ABSENT:
             self._asked = None
             for seen in self._seen:
-                seen.forgive(now - self._looked)
+                seen.extend_limit(now - self._looked)
         self._looked = now
         for seen, position in zip(self._seen, positions, strict=True):
             seen.update(position, now)
@@ -197,15 +187,15 @@ class Guard:
             self._answer(now)
         mine = self._seen[self.positions.rank]
         waited, inside = mine.waited(now)
-        if waited >= self.limit or self._hopeless(mine.position, waited, inside):
+        if waited >= self.limit or self._waits_for_ended_rank(mine.position, waited, inside):
             position = replace(mine.position, message=None) if inside else replace(mine.position, inside=False)
             self._report(position, waited, now)
         else:
             self._asked = None
             self._show_lateness(now)
 
-    def _hopeless(self, mine: Position, waited: float, inside: bool) -> bool:
-        """True if a rank of this node that this one waits for has come to its end."""
+    def _waits_for_ended_rank(self, mine: Position, waited: float, inside: bool) -> bool:
+        """Returns whether a rank of this node that this one waits for has come to its end."""
         ended = {
             rank: seen.position.number
             for rank, seen in zip(self.ranks, self._seen, strict=True)
@@ -226,7 +216,7 @@ class Guard:
                 own = self.world[self.ranks[self.positions.rank]]
                 group = f" of communicator {self.name!r}" if self.name else ""
                 what = f"{there.operation} (operation {there.number}{group})"
-                say(f"mpidl: rank {own} is late for {what}; it is at\n{stack_of_main_thread()}")
+                print_to_stderr(f"mpidl: rank {own} is late for {what}; it is at\n{stack_of_main_thread()}")
 
     # ---- the report -------------------------------------------------------------------------------------------
 
@@ -239,20 +229,22 @@ class Guard:
         if self._may_ask and len(self._answers) + len(self.ranks) < self.messages.size and now < self._asked + _ANSWER:
             return
         here = {rank: (seen.position, now - seen.heard) for rank, seen in zip(self.ranks, self._seen, strict=True)}
-        told = here | self._answers
-        known = {rank: position for rank, (position, _) in told.items()}
+        latest = here | self._answers
+        known = {rank: position for rank, (position, _) in latest.items()}
         longest = max(3 * self.interval, waited / 2)
-        beats = {rank: seconds for rank, (there, seconds) in told.items() if there.beat and there.operation != END}
-        silent = {rank: seconds for rank, seconds in beats.items() if seconds > longest}
+        since_beat = {
+            rank: seconds for rank, (there, seconds) in latest.items() if there.beat and there.operation != END
+        }
+        silent = {rank: seconds for rank, seconds in since_beat.items() if seconds > longest}
         own = self.ranks[self.positions.rank]
         first = [(there.number, rank) for rank, there in known.items() if _comes_first(there, mine)]
         first = [found for found in first if found[1] not in silent]
         if first and own != min(first)[1] and now < self._asked + _ANSWER + _GRACE:
             return
         named = {self.world[rank]: there.renumbered(self.world) for rank, there in known.items()}
-        quiet = {self.world[rank]: seconds for rank, seconds in silent.items()}
+        silent_world = {self.world[rank]: seconds for rank, seconds in silent.items()}
         mine, size = mine.renumbered(self.world), MPI.COMM_WORLD.size
-        say(report(self.world[own], self.world, size, mine, waited, named, quiet, self.name))
+        print_to_stderr(report(self.world[own], self.world, size, mine, waited, named, silent_world, self.name))
         time.sleep(min(_LATE_RANKS, self.limit / 2))  # late ranks print where they are
         abort_job(next((there.status for there in known.values() if there.status), 1))
 
@@ -283,9 +275,9 @@ class Guard:
             group, ranks, snapshot, silent = message.recv()
             if group != self.group:
                 continue
-            told = Positions.decode(snapshot)
-            self._answers.update(zip(ranks, zip(told, silent, strict=True), strict=True))
-            self._heard.update((rank, (there, time.monotonic())) for rank, there in zip(ranks, told, strict=True))
+            positions = Positions.decode(snapshot)
+            self._answers.update(zip(ranks, zip(positions, silent, strict=True), strict=True))
+            self._heard.update((rank, (there, time.monotonic())) for rank, there in zip(ranks, positions, strict=True))
 
 
 def _keep_what_is_sent(sent: list[MPI.Request]) -> None:
@@ -370,7 +362,7 @@ def report(
     return "\n".join(lines) + "\n"
 
 
-def say(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     """Writes to the error output, after what the program has written."""
     sys.stdout.flush()
     sys.stderr.write(text)

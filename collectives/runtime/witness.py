@@ -37,21 +37,21 @@ _NAME = 255  # characters of a node's name
 RANKS_AT_ONCE = 1000  # ranks in a message; the system takes some hundred kilobytes in one
 
 
-def witnessed() -> bool:
+def has_launcher() -> bool:
     """Returns whether a process that has started this job wants to see it."""
     return bool(os.environ.get(JOB)) and has_inboxes()
 
 
-def show(memory: SharedMemory, comm: MPI.Intracomm, members: Sequence[int]) -> None:
-    """Sends the page of a group. Only where `witnessed`.
+def send_page(memory: SharedMemory, comm: MPI.Intracomm, members: Sequence[int]) -> None:
+    """Sends the page of a group. Only where `has_launcher`.
 
     memory: begins with the positions of members, the group's ranks on this node; has its `file`.
     """
     _send({"members": list(members), "world": world_ranks(comm)}, memory.file)
 
 
-def tell(processes: Sequence[tuple[str, int]]) -> None:
-    """Sends every rank's node and process number, in the order of ranks. Only where `witnessed`; one of a node does."""
+def send_processes(processes: Sequence[tuple[str, int]]) -> None:
+    """Sends every rank's node and process number, in the order of ranks. Only where `has_launcher`, one of a node."""
     for first in range(0, len(processes), RANKS_AT_ONCE):
         _send({"first": first, "processes": processes[first : first + RANKS_AT_ONCE]})
 
@@ -89,7 +89,7 @@ class _Page:
 class Witness:
     """The other side: keeps the pages of one job, by its token. To `look` now and then, and once after its end.
 
-    processes: node and process number of each rank, as far as they have been told; kept.
+    processes: node and process number of each rank, as far as messages have told them; kept.
     """
 
     def __init__(self, token: str) -> None:
@@ -108,15 +108,15 @@ class Witness:
     def _take(self, received: Received) -> bool:
         """Takes one message; returns whether it keeps the file."""
         try:
-            told = json.loads(received.content)
+            message = json.loads(received.content)
         except (ValueError, RecursionError):
             return False
-        if not isinstance(told, dict):
+        if not isinstance(message, dict):
             return False
         if received.file is None:
-            self.processes.update(_processes(told))
+            self.processes.update(_processes(message))
             return False
-        page = _page(told, received.file)
+        page = _page(message, received.file)
         if page is not None:
             self._pages.append(page)
         return page is not None
@@ -134,10 +134,10 @@ class Witness:
         self._pages.clear()
 
 
-def _processes(told: Mapping[str, Any]) -> dict[int, tuple[str, int]]:
-    """The node and process of each rank that a message tells; empty if a field is not as `tell` writes it."""
-    first, processes = told.get("first"), told.get("processes")
-    if set(told) != {"first", "processes"} or not _is_number(first, _RANKS):
+def _processes(message: Mapping[str, Any]) -> dict[int, tuple[str, int]]:
+    """The node and process of each rank that a message tells; empty if a field is not as `send_processes` writes it."""
+    first, processes = message.get("first"), message.get("processes")
+    if set(message) != {"first", "processes"} or not _is_number(first, _RANKS):
         return {}
     if not isinstance(processes, list) or len(processes) > min(RANKS_AT_ONCE, _RANKS - first):
         return {}
@@ -153,10 +153,10 @@ def _is_process(entry: Any) -> bool:
     return isinstance(node, str) and 0 < len(node) <= _NAME and number != 0 and _is_number(number, 1 << 31)
 
 
-def _page(told: Mapping[str, Any], file: int) -> _Page | None:
-    """The page that a message shows; None if a field is not as `show` writes it, or the file has not such a size."""
-    members, world = told.get("members"), told.get("world")
-    if set(told) != {"members", "world"} or not isinstance(members, list) or not isinstance(world, list):
+def _page(message: Mapping[str, Any], file: int) -> _Page | None:
+    """The page that a message shows; None if a field is not as `send_page` writes it, or the file is too small."""
+    members, world = message.get("members"), message.get("world")
+    if set(message) != {"members", "world"} or not isinstance(members, list) or not isinstance(world, list):
         return None
     if not 0 < len(members) <= len(world) <= _RANKS:
         return None

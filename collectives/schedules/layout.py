@@ -99,9 +99,9 @@ class Link:
 
 # A step as far as its price goes: what it does, its peer (-1: none), chunks.
 _Steps = tuple[tuple[Kind, int, int], ...]
-_Form = tuple[_Steps, ...]
+_Costs = tuple[_Steps, ...]
 # The number of a peer as the first node sees it (peer, its rank's node's first rank), modulo p; and back.
-_Move = tuple[Callable[[int, int], int], Callable[[int, int], int]]
+_Shift = tuple[Callable[[int, int], int], Callable[[int, int], int]]
 
 
 class Layout:
@@ -144,42 +144,42 @@ class Layout:
             for source, destination in self._channels
         ]
 
-    def _symmetry(self) -> tuple[_Move, list[_Form]] | None:
+    def _symmetry(self) -> tuple[_Shift, list[_Costs]] | None:
         """The shift by which programs repeat, and those of the ranks that are followed; None if they do not."""
         ranks, unit = self.schedule.ranks, self._unit
         if ranks % unit or ranks == unit:
             return None
         for period in sorted({1, unit}):  # do all ranks run one program, or else all nodes?
-            if move := self._move(period, first := [_form(self.schedule, rank) for rank in range(period)]):
-                return move, [
-                    _moved(first[rank % period], move[1], rank - rank % period, ranks) for rank in range(unit)
+            if shift := self._find_shift(period, first := [_costs_of(self.schedule, rank) for rank in range(period)]):
+                return shift, [
+                    _shifted(first[rank % period], shift[1], rank - rank % period, ranks) for rank in range(unit)
                 ]
         return None
 
-    def _move(self, period: int, first: list[_Form]) -> _Move | None:
-        """The move by which the programs of all ranks come from those of the first `period` ranks."""
+    def _find_shift(self, period: int, first: list[_Costs]) -> _Shift | None:
+        """The shift by which the programs of all ranks come from those of the first `period` ranks."""
         ranks = self.schedule.ranks
-        moves = [(sub, add)]
+        shifts = [(sub, add)]
         if not ranks & (ranks - 1) and not period & (period - 1):
-            moves.append((xor, xor))
+            shifts.append((xor, xor))
         others = list(range(period, ranks))
         if max(map(len, first)) * ranks > _COMPARED_ROUNDS:
             far = ranks // period // 2 * period
             others = sorted({*range(period, 2 * period), far, ranks - period, ranks - 1})
         for rank in others:
-            form, start = _form(self.schedule, rank), rank - rank % period
-            moves = [move for move in moves if _moved(form, move[0], start, ranks) == first[rank % period]]
-            if not moves:
+            costs, start = _costs_of(self.schedule, rank), rank - rank % period
+            shifts = [shift for shift in shifts if _shifted(costs, shift[0], start, ranks) == first[rank % period]]
+            if not shifts:
                 return None
-        return moves[0]
+        return shifts[0]
 
-    def _lay_out(self, move: _Move | None, forms: list[_Form] | None) -> list[list[RoundCost]]:
+    def _lay_out(self, shift: _Shift | None, followed_costs: list[_Costs] | None) -> list[list[RoundCost]]:
         programs: list[list[RoundCost]] = []
         known: dict[RoundCost, RoundCost] = {}
         total = 0
         for rank in range(self.followed):
-            form = forms[rank] if forms else _form(self.schedule, rank)
-            rounds = [self._round(rank, steps, move) for steps in form]
+            costs = followed_costs[rank] if followed_costs else _costs_of(self.schedule, rank)
+            rounds = [self._round(rank, steps, shift) for steps in costs]
             programs.append([known.setdefault(one, one) for one in rounds])
             total += len(rounds)
             if total * self.followed > _SIMULATED_ROUNDS * (rank + 1):
@@ -191,27 +191,27 @@ class Layout:
                 )
         return programs
 
-    def _round(self, rank: int, steps: _Steps, move: _Move | None) -> RoundCost:
+    def _round(self, rank: int, steps: _Steps, shift: _Shift | None) -> RoundCost:
         leaving = [(peer, chunks) for kind, peer, chunks in steps if kind is Kind.SEND]
         arriving = [(peer, kind is Kind.REDUCE) for kind, peer, _ in steps if peer >= 0 and kind is not Kind.SEND]
         sends = []
         for number, (peer, chunks) in enumerate(leaving):
             # All nodes take one order, so that their times stay equal where messages come to a port at once.
             order = (number * self._unit + rank % self._unit) * self.schedule.ranks + rank // self._unit
-            ports = self._used("out", rank, peer, len(leaving))
+            ports = self._contended_ports("out", rank, peer, len(leaving))
             sends.append(Send(self._channel(rank, peer), chunks, ports, order))
         receives = []
         for peer, reduces in arriving:
-            start = 0 if move is None else peer // self._unit * self._unit
-            destination = rank if move is None else move[0](rank, start) % self.schedule.ranks
-            ports = self._used("in", rank, peer, len(arriving))[::-1]
+            start = 0 if shift is None else peer // self._unit * self._unit
+            destination = rank if shift is None else shift[0](rank, start) % self.schedule.ranks
+            ports = self._contended_ports("in", rank, peer, len(arriving))[::-1]
             receives.append(Receive(self._channel(peer - start, destination), ports, reduces))
         return RoundCost(sum(chunks for _, peer, chunks in steps if peer < 0), tuple(sends), tuple(receives))
 
     def _channel(self, source: int, destination: int) -> int:
         return self._channels.setdefault((source, destination), len(self._channels))
 
-    def _used(self, way: str, rank: int, peer: int, messages: int) -> tuple[int, ...]:
+    def _contended_ports(self, way: str, rank: int, peer: int, messages: int) -> tuple[int, ...]:
         """The ports that a message passes at its one end, without those where it can meet no other."""
         keys = []
         if messages > 1:
@@ -222,7 +222,7 @@ class Layout:
         return tuple(self._ports.setdefault(key, len(self._ports)) for key in keys)
 
 
-def _form(schedule: Schedule, rank: int) -> _Form:
+def _costs_of(schedule: Schedule, rank: int) -> _Costs:
     """A rank's program without what costs nothing; not `schedule.program`, which would keep it in memory."""
     rounds = (
         tuple((s.kind, s.peer, s.target.stop - s.target.start) for s in steps if s.kind is not Kind.FINISH)
@@ -231,8 +231,8 @@ def _form(schedule: Schedule, rank: int) -> _Form:
     return tuple(steps for steps in rounds if steps)
 
 
-def _moved(form: _Form, move: Callable[[int, int], int], start: int, ranks: int) -> _Form:
+def _shifted(costs: _Costs, shift: Callable[[int, int], int], start: int, ranks: int) -> _Costs:
     return tuple(
-        tuple((kind, peer if peer < 0 else move(peer, start) % ranks, chunks) for kind, peer, chunks in steps)
-        for steps in form
+        tuple((kind, peer if peer < 0 else shift(peer, start) % ranks, chunks) for kind, peer, chunks in steps)
+        for steps in costs
     )

@@ -18,7 +18,6 @@ these a bit that says "finished", above that the number of the input chunk (`_Va
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass
 from typing import NoReturn
 
 from ..base.reduction import OPERATIONS as REDUCTIONS
@@ -26,23 +25,6 @@ from ..errors import ScheduleError
 from .schedule import Chunks, Kind, Role, Round, Schedule, Step
 
 Cells = list[int | None]
-
-
-@dataclass(frozen=True)
-class RankTraffic:
-    """The traffic of a rank in a schedule: rounds with messages, messages sent, chunks sent."""
-
-    rounds: int
-    messages: int
-    chunks: int
-
-
-def traffic(schedule: Schedule, rank: int) -> RankTraffic:
-    """Counts one rank's rounds, messages and chunks; bytes are chunks * n / schedule.chunks."""
-    sends = [[s for s in r if s.kind is Kind.SEND] for r in schedule.program(rank)]
-    talking = [r for r in schedule.program(rank) if any(s.peer >= 0 for s in r)]
-    moved = sum(s.target.stop - s.target.start for r in sends for s in r)
-    return RankTraffic(len(talking), sum(map(len, sends)), moved)
 
 
 def verify(schedule: Schedule, in_place: bool = False) -> None:

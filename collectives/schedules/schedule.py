@@ -85,17 +85,17 @@ def chunk(role: Role, number: int) -> Chunks:
 
 
 def send(what: Chunks, peer: int) -> Step:
-    """`what` is sent to `peer`."""
+    """Sends `what` to `peer`."""
     return Step(Kind.SEND, what, peer)
 
 
 def recv(where: Chunks, peer: int) -> Step:
-    """`where` is overwritten by the next message from `peer`."""
+    """Receives the next message from `peer` into `where`."""
     return Step(Kind.RECV, where, peer)
 
 
 def reduce(start: int, stop: int, peer: int) -> Step:
-    """The chunks `start` to `stop` of work are combined with the next message from `peer`."""
+    """Reduces the next message from `peer` into chunks `start` to `stop` of work."""
     return Step(Kind.REDUCE, Chunks(Role.WORK, start, stop), peer)
 
 
@@ -121,7 +121,7 @@ def copy(source: Chunks, target: Chunks) -> Step:
 
 
 def finish(start: int, stop: int) -> Step:
-    """The chunks of work are complete: averaged and rounded into out."""
+    """Writes completed chunks of work to out, averaged and rounded."""
     return Step(Kind.FINISH, Chunks(Role.OUT, start, stop), source=Chunks(Role.WORK, start, stop))
 
 

@@ -70,7 +70,7 @@ def call(
     owner: torch.nn.Module | None,
     keep_sums: bool = False,
 ) -> Any:
-    """`checkpoint`, for arguments that are checked, of which none can be taken for its own.
+    """Runs `checkpoint` for arguments that are checked already; all of `kwargs` goes to the function.
 
     owner: the module that runs, whose buffers the second run leaves alone; None: `function` is of no module.
     """

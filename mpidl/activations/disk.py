@@ -56,10 +56,14 @@ class ActivationFile:
         for at in range(0, data.numel(), self._buffer_bytes):
             piece = data[at : at + self._buffer_bytes]
             buffer = self._free.get()
-            if buffer is None:
-                buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8)
-            buffer[: piece.numel()].copy_(piece)
-            self._worker.submit(self._write, buffer, piece.numel(), start + at)
+            try:
+                if buffer is None:
+                    buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8)
+                buffer[: piece.numel()].copy_(piece)
+                self._worker.submit(self._write, buffer, piece.numel(), start + at)
+            except BaseException:  # `_write` will not give it back
+                self._free.put(buffer)
+                raise
         return DiskSlot(self, start, part.numel(), part.dtype)
 
     def _write(self, buffer: torch.Tensor, nbytes: int, at: int) -> None:

@@ -19,7 +19,11 @@ def aligned(nbytes: int) -> int:
 
 
 class Space:
-    """capacity: bytes, or without an end. used: bytes that are taken."""
+    """The slots in a run of bytes.
+
+    capacity: bytes, or infinite.
+    used: bytes that are taken.
+    """
 
     def __init__(self, capacity: float = math.inf) -> None:
         self.capacity = capacity

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigurationError
-from ..zero.parameters.units import UnitRule, chosen
+from ..zero.parameters.units import UnitRule, select_modules
 from .checkpoint import OF_TORCH, call
 from .store import CheckpointStore
 
@@ -58,9 +58,9 @@ def checkpoint_modules(
 ) -> CheckpointedModules:
     """Checkpoints modules of a model in place, before or after an engine takes the model.
 
-    modules: module classes, or a function of a module; by default the blocks of the model, as `zero.units.cut` finds
-        them. Of modules inside each other the outermost.
-    every: of those, in the model's order, each so-manieth, beginning with the first; the others keep their insides.
+    modules: module classes, or a function of a module; by default the blocks of the model, as
+        `zero.parameters.units.cut_into_units` finds them. Of modules inside each other the outermost.
+    every: the step from one checkpointed module to the next, in the model's order from the first; 1: all.
     store: where the inputs lie until backward; by default wherever they are.
     keep_sums: of modules that are cut over tp, keep the outputs of row-parallel layers too, so that the second run sums
         nothing over tp (`tensor.kept_sums`).
@@ -77,7 +77,7 @@ def checkpoint_modules(
     unknown = [name for name in options if name not in OF_TORCH]
     if unknown:
         raise ConfigurationError(f"options: got {', '.join(unknown)}; needs any of {', '.join(OF_TORCH)}")
-    found = chosen(model, [modules] if isinstance(modules, type) else modules, "modules")
+    found = select_modules(model, [modules] if isinstance(modules, type) else modules, "modules")
     if not found:
         rule = "is a list of blocks of one class" if modules is None else f"fits {modules!r}"
         raise ConfigurationError(f"modules: nothing in {type(model).__name__} {rule}; needs classes, or a function")

@@ -10,6 +10,10 @@ The gather writes straight into what backward needs, and offloading passes throu
 is no buffer that grows with the model or with its depth. Gathers are not started ahead: which checkpoints are still
 alive depends on each rank's garbage collector, so the ranks could gather different ones. Reading from disk is local,
 and is started ahead. Source: Rajbhandari et al. 2020 (ZeRO), section 6.1: partitioned activation checkpointing.
+
+Who runs what: the thread of the forward pass compares the inputs over the group, autograd's thread gathers, and the
+file's thread reads and writes. All ranks of the group run the same checkpoints, so autograd asks for the same tensors
+in the same order, and the gathers match.
 """
 
 from __future__ import annotations
@@ -131,19 +135,19 @@ class CheckpointStore:
             yield
 
     def _takes(self, t: torch.Tensor) -> bool:
-        taken = (
+        is_stored = (
             type(t) is torch.Tensor
             and t.requires_grad
             and t.layout is torch.strided
             and t.numel() * t.element_size() >= self._smallest
             and not isinstance(t._base, torch.nn.Parameter)
         )
-        if taken and self._to_host and t.device.type == "cpu":
+        if is_stored and self._to_host and t.device.type == "cpu":
             raise ConfigurationError(
                 "offload: got 'cpu' for activations that are in the CPU's memory, where there is nothing to gain; "
                 "needs a directory, to offload them to disk, or None"
             )
-        return taken
+        return is_stored
 
     def _pack(self, t: torch.Tensor, call: _Call) -> _Record | torch.Tensor:
         if not self._takes(t):

@@ -196,10 +196,10 @@ def collect(
             own["states"] = states
         if engine.owned is not None and engine.owned.steps is not None:
             about["optimizer"]["steps"] = engine.owned.steps
-            unseen = engine.owned.unseen()
+            unpublished = engine.owned.unpublished()
             for held in engine.parameters:
-                if held.parameter in unseen:
-                    add(f"seen/{held.name}", held, engine.owned.seen(held.parameter), False)
+                if held.parameter in unpublished:
+                    add(f"seen/{held.name}", held, engine.owned.published_values(held.parameter), False)
     unreduced = engine.gradients_per_rank
     own["unreduced"] = unreduced
     for held in engine.parameters:

@@ -218,9 +218,9 @@ class Engine:
     def _refuse_unlike_weights(self) -> None:
         hooked, *_ = self._hook()  # also where the model is given alone
         if isinstance(hooked, OneBitOptimizer):
-            hooked.refuse_unlike_weights()
+            hooked.refuse_local_weights()
         if self.owned is not None:
-            self.owned.refuse_unlike_weights()
+            self.owned.refuse_local_weights()
 
     def _check_values(self) -> None:
         own = set() if self.owned is None else {part.parameter for part in self.owned.slices()}
@@ -283,14 +283,14 @@ class Engine:
         if self.part.joined:
             compare(self.whole, copied or {}, True)
 
-    def writing(self, unseen: Collection[str] = ()) -> AbstractContextManager[None]:
+    def writing(self, unpublished: Collection[str] = ()) -> AbstractContextManager[None]:
         """Context in which tensors are filled; at its end the engine spreads the new values. Collective.
 
-        unseen: names of parameters whose new values wait for the next step.
+        unpublished: names of parameters whose new values wait for the next step.
         """
         if self.owned is None:
             return nullcontext()
-        return self.owned.written({p for p, name in self.names.items() if name in unseen})  # type: ignore[misc]
+        return self.owned.written({p for p, name in self.names.items() if name in unpublished})  # type: ignore[misc]
 
     def forget(self) -> None:
         """Frees the pages of memory that hold values of tensors on a disk."""

@@ -17,7 +17,7 @@ from collectives import Communicator
 from ..errors import CheckpointError, ConfigurationError
 from ..job.agreement import together
 from ..mesh import Mesh
-from ..models.pretrained import published_names
+from ..models.published import published_names
 from ..weight_files import INDEX, SINGLE, names_in
 from . import folder, index
 from .engine import Engine, engine_of

@@ -94,7 +94,7 @@ def load(
         extra, random = together(comm, lambda: _read_small(engine, reader, random_states))
         _load_stateful(engine, reader, stateful)
         try:
-            with engine.writing(made.unseen):
+            with engine.writing(made.unpublished):
                 together(comm, lambda: reader.fill(made.requests, engine.forget))
             together(comm, lambda: made.install(engine, reader.tensor))
             factor = _scale_factor(content, scaler)

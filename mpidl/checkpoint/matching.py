@@ -53,7 +53,7 @@ class ReadPlan:
 
     small: tensors to be read whole.
     states: by the optimizer's keys, to be filled.
-    unseen: parameters whose new values wait for the next step, under a delayed update.
+    unpublished: parameters whose new values wait for the next step, under a delayed update.
     dtypes: those in which the parameters were saved, by the optimizer's keys.
     """
 
@@ -63,7 +63,7 @@ class ReadPlan:
     states: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
     settings: list[Any] = field(default_factory=list)
     gradients: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    unseen: list[str] = field(default_factory=list)
+    unpublished: list[str] = field(default_factory=list)
     dtypes: dict[torch.Tensor, torch.dtype] = field(default_factory=dict)
     compression: compression_state.KeptCompression = field(default_factory=compression_state.KeptCompression)
 
@@ -136,7 +136,7 @@ def plan(engine: Engine, index: Index) -> ReadPlan:
     if engine.optimizer is not None:
         _optimizer(engine, index, made, names_of)
         if engine.owned is not None and engine.owned.delays:
-            _unseen(engine, index, made)
+            _match_unpublished(engine, index, made)
         if index.about["micro_step"]:
             _gradients(engine, index, made)
         _compression(engine, index, made)
@@ -278,7 +278,7 @@ def _like(engine: Engine, key: torch.Tensor, name: str, saved: torch.dtype, curr
     if fits and current.device == key.device:
         return current
     if engine.owned is not None:
-        return engine.owned.room(key, name, dtype)
+        return engine.owned.allocate(key, name, dtype)
     return torch.empty_like(key, dtype=dtype, requires_grad=False)
 
 
@@ -303,7 +303,7 @@ def _moved(value: Any, key: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype
     return value.to(key.device, own if converts else value.dtype)
 
 
-def _unseen(engine: Engine, index: Index, made: ReadPlan) -> None:
+def _match_unpublished(engine: Engine, index: Index, made: ReadPlan) -> None:
     """Plans the values that wait for the next step under a delayed update; other training sees them at once."""
     assert engine.owned is not None
     for held in engine.parameters:
@@ -311,8 +311,8 @@ def _unseen(engine: Engine, index: Index, made: ReadPlan) -> None:
         if held.parameter is not None and held.key is not None and name in index.tensors:
             if index.tensors[name].shape != held.shape:
                 raise CheckpointError(f"{index.file}: {name} has another shape than {held.name}")
-            made.unseen.append(held.name)
-            made.requests.append(_request(held, (name,), engine.owned.seen(held.parameter)))
+            made.unpublished.append(held.name)
+            made.requests.append(_request(held, (name,), engine.owned.published_values(held.parameter)))
 
 
 def _groups_differ(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> str:

@@ -24,6 +24,7 @@ A backward pass:
 
 Other passes:
 
+    uneven_inputs       `mpidl.Join`: ranks with fewer batches than others
     join_hook           what a rank without batches does in a Join; joined_passes: what the reducer keeps for it
     backward_steps      steps within the backward pass: step_in_backward
     optimizer_class     which optimizers can make these steps

@@ -21,7 +21,7 @@ BUCKET_CAP_MB = 25.0
 
 
 def module(given: Any, wrapper: type) -> torch.nn.Module:
-    """A module that can be wrapped."""
+    """Checks that a module can be wrapped, and returns it."""
     if not isinstance(given, torch.nn.Module):
         raise ConfigurationError(f"module: got {type(given).__name__}; needs a torch.nn.Module")
     if isinstance(given, wrapper):
@@ -32,7 +32,7 @@ def module(given: Any, wrapper: type) -> torch.nn.Module:
 
 
 def dimension(value: Any) -> None:
-    """Refuses a dimension over which to cut batches."""
+    """Raises ConfigurationError unless `dim` is 0."""
     if value != 0:
         raise ConfigurationError(f"dim: got {value!r}; every rank gets its own batch, so that only 0 is possible")
 
@@ -46,7 +46,7 @@ def synchronised_buffers(broadcast_buffers: Any, forward_sync_buffers: Any) -> t
 
 
 def megabytes(value: Any, compression: Compression | None) -> float:
-    """A size in MiB; None is PyTorch's 25, with compression the compressor's. "auto" begins with none."""
+    """Checks `bucket_cap_mb`; returns MiB, None being PyTorch's 25 or the compressor's. "auto" begins with none."""
     if value is None:
         return BUCKET_CAP_MB if compression is None or compression.is_auto else compression.compressor().bucket_cap_mb
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
@@ -55,7 +55,7 @@ def megabytes(value: Any, compression: Compression | None) -> float:
 
 
 def ignored(of: torch.nn.Module, names: Any) -> frozenset[str]:
-    """Names of parameters and buffers of the module."""
+    """Checks `parameters_to_ignore`; returns the names."""
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise ConfigurationError(f"parameters_to_ignore: got {names!r}; needs a list of names")
     listed = frozenset(names)
@@ -67,7 +67,7 @@ def ignored(of: torch.nn.Module, names: Any) -> frozenset[str]:
     return listed | frozenset(getattr(of, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-def trained(
+def refuse_trained_parameters(
     names: Mapping[torch.nn.Parameter, str], mesh: Mesh | None, divisor: int, compression: Compression | None
 ) -> None:
     """Refuses parameters that these settings do not fit.
@@ -88,7 +88,7 @@ def trained(
 def devices(
     of: torch.nn.Module, device_ids: Any, output_device: Any
 ) -> tuple[list[int | torch.device] | None, int | torch.device | None]:
-    """`device_ids` and `output_device` as torch keeps them: None, or the one device to which inputs are moved."""
+    """Checks `device_ids` and `output_device`; returns None, or the one device to which inputs are moved."""
     if isinstance(device_ids, Communicator):
         raise ConfigurationError("device_ids: got a Communicator; it goes by its name, process_group=")
     if (device_ids is None or device_ids == []) and output_device is None:

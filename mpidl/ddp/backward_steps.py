@@ -34,11 +34,11 @@ import torch
 from collectives import Communicator, Work
 from collectives.devices import Place
 
-from ..comm_hooks import Handle
 from ..errors import TrainingError
 from ..gradients.backward import inside_backward
 from ..gradients.buckets import GradientBucket
 from ..gradients.foreign_steps import ForeignSteps
+from ..gradients.grad_bucket import Handle
 from ..partial_steps import NOT_REDUCED, STEP_INSIDE, STEP_NOT_CALLED, PartialSteps
 from .used_gradient import UsedGradient
 
@@ -47,8 +47,8 @@ from .used_gradient import UsedGradient
 class _InFlight:
     """A bucket that has a buffer.
 
-    reached: flags of its parameters, of all ranks once `agreed` has ended.
-    handle, agreed: the two operations, each None before it begins and after it has ended.
+    reached: flags of its parameters, of all ranks once `reached_work` has ended.
+    handle, reached_work: the two operations, each None before it begins and after it has ended.
     has_failed: an error of one of them was raised.
     """
 
@@ -56,7 +56,7 @@ class _InFlight:
     buffer: torch.Tensor
     reached: np.ndarray
     handle: Handle | None = None
-    agreed: Work | None = None
+    reached_work: Work | None = None
     has_failed: bool = False
 
 
@@ -82,14 +82,14 @@ class BackwardSteps:
         self._comm, self._place, self._foreign = comm, place, foreign
         self._reduce, self._complete, self._is_unreduced = reduce, complete, is_unreduced
         self._partial = {optimizer: PartialSteps(optimizer) for optimizer in optimizers}
-        self._of: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
+        self._optimizer_of: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
         self._buffers: list[torch.Tensor] = []
         self._in_flight: deque[_InFlight] = deque()
         self._streams: set[Any] = set()  # that were the last to read a buffer
         self._number = 0  # of buckets launched in this pass
         self._stepped: list[torch.nn.Parameter] = []  # in this pass
-        self._open: set[torch.optim.Optimizer] = set()  # that have stepped in a pass since their `step` was called
-        self._inside: set[torch.optim.Optimizer] = set()  # whose `step` runs, and may run a pass as its closure
+        self._awaiting_step_call: set[torch.optim.Optimizer] = set()  # stepped in a pass since `step` was called
+        self._running_step: set[torch.optim.Optimizer] = set()  # whose `step` runs, and may run a pass as its closure
         self._handles = [_listen(optimizer, self) for optimizer in optimizers]
 
     # ---- between passes ---------------------------------------------------------------------------------------------
@@ -114,21 +114,21 @@ class BackwardSteps:
         if not has_closure and any(self._is_unreduced(p) for p in parameters):
             raise TrainingError(NOT_REDUCED)
         _forget_used(parameters)
-        self._open.discard(optimizer)
-        self._inside.add(optimizer)
+        self._awaiting_step_call.discard(optimizer)
+        self._running_step.add(optimizer)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes the end of `optimizer.step()`."""
-        self._open.discard(optimizer)
-        self._inside.discard(optimizer)
+        self._awaiting_step_call.discard(optimizer)
+        self._running_step.discard(optimizer)
 
     @property
-    def is_open(self) -> bool:
+    def awaits_step_call(self) -> bool:
         """Returns whether an optimizer has stepped in a pass, and its `step` was not called after it."""
-        return bool(self._open)
+        return bool(self._awaiting_step_call)
 
     @property
-    def held(self) -> list[torch.Tensor]:
+    def bucket_tensors(self) -> list[torch.Tensor]:
         """The rotating buffers."""
         return self._buffers
 
@@ -147,11 +147,11 @@ class BackwardSteps:
         """Begins a pass. Raises TrainingError for one that does not communicate after one that has stepped."""
         self.abandon()  # of a pass before, where an interrupt has cut `abandon` short
         if not synchronise:
-            if self.is_open:
+            if self.awaits_step_call:
                 raise TrainingError(STEP_NOT_CALLED)
             return
         self._number, self._stepped = 0, []
-        self._of = {
+        self._optimizer_of = {
             p: optimizer for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]
         }
 
@@ -171,10 +171,10 @@ class BackwardSteps:
                 view.copy_(p.grad)
         launched.handle = self._reduce(bucket, self._number)
         if self._comm.size > 1:
-            launched.agreed = self._comm.all_reduce(launched.reached, "max", async_op=True)
+            launched.reached_work = self._comm.all_reduce(launched.reached, "max", async_op=True)
         for p, is_given in zip(bucket.parameters, given, strict=True):
-            if is_given and p in self._of and p.grad is not None:
-                self._place.keep(p.grad)
+            if is_given and p in self._optimizer_of and p.grad is not None:
+                self._place.record_use(p.grad)
                 p.grad = None
         self._number += 1
 
@@ -195,23 +195,23 @@ class BackwardSteps:
             if oldest.handle is not None:
                 self._complete(oldest.bucket, oldest.handle)
                 oldest.handle = None
-            if oldest.agreed is not None:
-                oldest.agreed.wait()
-                oldest.agreed = None
+            if oldest.reached_work is not None:
+                oldest.reached_work.wait()
+                oldest.reached_work = None
         except Exception:
             oldest.has_failed = True
             raise
-        self._use(oldest)
+        self._apply_means(oldest)
         self._drop_oldest()
 
-    def _use(self, done: _InFlight) -> None:
+    def _apply_means(self, done: _InFlight) -> None:
         """Steps with the means, or leaves them to parameters that have no optimizer here."""
         mine = []
         try:
             for p, view, reached in zip(done.bucket.parameters, done.bucket.views, done.reached.tolist(), strict=True):
                 if not reached:
                     continue
-                if p in self._of:
+                if p in self._optimizer_of:
                     p.grad = view
                     mine.append(p)
                 elif p.grad is None:
@@ -235,12 +235,12 @@ class BackwardSteps:
         """Steps on these, of those that an optimizer has, and releases their gradients."""
         chosen: dict[torch.optim.Optimizer, list[torch.nn.Parameter]] = {}
         for p in parameters:
-            if p in self._of:
-                chosen.setdefault(self._of[p], []).append(p)
+            if p in self._optimizer_of:
+                chosen.setdefault(self._optimizer_of[p], []).append(p)
         for optimizer, some in chosen.items():
-            self._open.add(optimizer)
+            self._awaiting_step_call.add(optimizer)
             try:
-                with self._foreign.own(some):
+                with self._foreign.engine_writes(some):
                     self._partial[optimizer].step(some)
                     torch.autograd.graph.increment_version(some)  # fused optimizers write what torch does not count
             finally:
@@ -258,7 +258,7 @@ class BackwardSteps:
     def end(self) -> None:
         """Ends the pass: from now on, reading a gradient that its step has used raises an error."""
         for p in self._stepped:
-            if p.grad is None and self._of[p] not in self._inside:
+            if p.grad is None and self._optimizer_of[p] not in self._running_step:
                 p.grad = UsedGradient(p, self._names[p])
 
     def abandon(self) -> None:
@@ -270,7 +270,7 @@ class BackwardSteps:
         first: Exception | None = None
         while self._in_flight:
             oldest = self._in_flight[0]
-            for operation in (oldest.handle, oldest.agreed):
+            for operation in (oldest.handle, oldest.reached_work):
                 try:
                     if operation is not None:
                         operation.wait()

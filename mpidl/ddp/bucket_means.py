@@ -24,8 +24,9 @@ import torch
 from collectives import Communicator, PartitionedAllReduce
 from collectives.devices import Place
 
-from .. import comm_hooks
-from ..gradients.buckets import GradientBucket, by_rank
+from ..comm_hooks import allreduce
+from ..gradients.buckets import GradientBucket, rank_order_algorithm
+from ..gradients.grad_bucket import GradBucket, Handle, Hook, begin, result_of
 from .backward_steps import BackwardSteps
 from .bucket_memory import BucketMemory
 from .joined_passes import JoinedPasses
@@ -50,11 +51,11 @@ class BucketMeans:
     ) -> None:
         self._comm, self._group, self._duplicates = comm, group, {group: comm}
         self._place, self._trained, self._join = place, trained, join
-        self.hook: tuple[Any, comm_hooks.Hook] | None = None
+        self.hook: tuple[Any, Hook] | None = None
         self._arena = BucketMemory(comm, place.device)
-        self._averages: PartitionedAllReduce | None = None  # of the dense buckets; one rank has none
+        self._all_reduce: PartitionedAllReduce | None = None  # of the dense buckets; one rank has none
         self._count = 0  # of the dense buckets
-        self._under_way: deque[tuple[GradientBucket, comm_hooks.Handle]] = deque()
+        self._in_flight: deque[tuple[GradientBucket, Handle]] = deque()
 
     # ---- between passes ---------------------------------------------------------------------------------------
 
@@ -63,15 +64,15 @@ class BucketMeans:
 
         steps: within the passes; then buckets lie in its buffers, not in the arena.
         """
-        self._averages, self._count = None, len(buckets)
+        self._all_reduce, self._count = None, len(buckets)
         if steps is not None:
             steps.lay_out(buckets)
             return
         self._arena.lay_out(buckets)
         if self._comm.size > 1 and buckets:
             flats = [bucket.flat for bucket in buckets]
-            algorithm = by_rank(self._comm, "all_reduce")
-            self._averages = self._comm.partitioned_all_reduce(flats, "avg", algorithm=algorithm)
+            algorithm = rank_order_algorithm(self._comm, "all_reduce")
+            self._all_reduce = self._comm.partitioned_all_reduce(flats, "avg", algorithm=algorithm)
 
     def release_arena(self) -> None:
         """Forgets the arena, which is freed with the buckets that lie in it."""
@@ -79,16 +80,16 @@ class BucketMeans:
 
     def retire(self) -> None:
         """Forgets what is under way, for which no rank waits, and the memory."""
-        self._under_way.clear()
-        if self._averages is not None:
-            self._averages.abandon()
-        self._averages = None
+        self._in_flight.clear()
+        if self._all_reduce is not None:
+            self._all_reduce.abandon()
+        self._all_reduce = None
         self.release_arena()
 
     @property
     def reduces_at_end(self) -> bool:
         """True if no rank reduces a bucket before its backward pass is over."""
-        return self.hook is None and self._averages is not None and self._averages.waits
+        return self.hook is None and self._all_reduce is not None and self._all_reduce.waits
 
     # ---- within a pass ----------------------------------------------------------------------------------------
 
@@ -102,10 +103,10 @@ class BucketMeans:
         if (compressed := self._compressed()) is not None:
             compressed.give_up_window()
 
-    def miss(self, parameter: torch.nn.Parameter) -> None:
+    def note_missed(self, parameter: torch.nn.Parameter) -> None:
         """Tells the hook of `compress=` that this rank's pass does not reach a parameter."""
         if (compressed := self._compressed()) is not None:
-            compressed.miss(parameter)
+            compressed.note_missed(parameter)
 
     def end_pass(self, reached: Set[torch.nn.Parameter]) -> None:
         """Tells the hook of `compress=` what the ranks' passes have reached."""
@@ -129,26 +130,26 @@ class BucketMeans:
         if bucket.parameters[0] in self._trained.sparse:
             return  # they follow at the end, in their order
         if self.hook is not None:
-            self._under_way.append((bucket, self.begin(bucket, len(self._under_way))))
-        elif self._averages is not None:
+            self._in_flight.append((bucket, self.begin(bucket, len(self._in_flight))))
+        elif self._all_reduce is not None:
             assert bucket.flat is not None
-            self._averages.hand_in(bucket.flat)
-            self._under_way.append((bucket, self._averages))
+            self._all_reduce.hand_in(bucket.flat)
+            self._in_flight.append((bucket, self._all_reduce))
 
-    def begin(self, bucket: GradientBucket, number: int) -> comm_hooks.Handle:
+    def begin(self, bucket: GradientBucket, number: int) -> Handle:
         """Starts the reduction by the user's hook, or else by an operation of the bucket's own."""
         assert bucket.flat is not None
         if self.hook is not None:
             bucket.clear_padding()  # in which a hook may have written in the step before
-        state, hook = self.hook or (self._group, comm_hooks.allreduce)
+        state, hook = self.hook or (self._group, allreduce)
         last = number == self._count - 1
-        seen = comm_hooks.GradBucket(number, last, bucket.flat, bucket.views, bucket.parameters, self._duplicates)
-        return comm_hooks.begin((state, hook), seen)
+        seen = GradBucket(number, last, bucket.flat, bucket.views, bucket.parameters, self._duplicates)
+        return begin((state, hook), seen)
 
-    def complete(self, bucket: GradientBucket, handle: comm_hooks.Handle) -> None:
+    def complete(self, bucket: GradientBucket, handle: Handle) -> None:
         """Waits until the bucket holds the mean."""
         assert bucket.flat is not None
-        values = comm_hooks.result_of(handle)
+        values = result_of(handle)
         if values is not None and values.data_ptr() != bucket.flat.data_ptr():
             bucket.flat.copy_(values)
         if self._join.mean_correction != 1.0:
@@ -156,13 +157,13 @@ class BucketMeans:
 
     def wait(self) -> None:
         """Waits until all buckets that were launched hold their means."""
-        while self._under_way:
-            self.complete(*self._under_way[0])
-            self._under_way.popleft()  # not before: what is under way is waited for, whatever happens
+        while self._in_flight:
+            self.complete(*self._in_flight[0])
+            self._in_flight.popleft()  # not before: what is under way is waited for, whatever happens
 
     def abandon(self) -> None:
         """Waits for what was launched on all ranks, in a pass that an exception has cut short."""
-        while self._under_way:
+        while self._in_flight:
             with suppress(Exception):  # the pass has ended with one that tells more
-                self._under_way[0][1].wait()
-            self._under_way.popleft()
+                self._in_flight[0][1].wait()
+            self._in_flight.popleft()

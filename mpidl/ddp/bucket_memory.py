@@ -24,10 +24,10 @@ class BucketMemory:
     def lay_out(self, buckets: Sequence[GradientBucket]) -> None:
         """Gives each bucket its storage, whatever lay there before. Collective if there is too little room."""
         self._make_room([p for bucket in buckets for p in bucket.parameters])
-        taken: dict[torch.dtype, int] = {}
+        used_elements: dict[torch.dtype, int] = {}
         for bucket in buckets:
-            start = taken.get(bucket.dtype, 0)
-            taken[bucket.dtype] = start + aligned(bucket.layout.padded, bucket.dtype)
+            start = used_elements.get(bucket.dtype, 0)
+            used_elements[bucket.dtype] = start + aligned(bucket.layout.padded, bucket.dtype)
             bucket.allocate(self._arrays[bucket.dtype][start:])
 
     def _make_room(self, parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -32,9 +32,10 @@ class BucketOrder:
     """Lays out the buckets of `queue`, with the gradients that lie in them.
 
     destinations: of gradients that are computed in the buckets.
-    cap: tells the bytes of a bucket.
+    cap: returns a bucket's bytes.
 
-    rebuilt: whether a synchronised pass has ended since other parameters came to train, the one to learn from.
+    has_learned_order: whether a synchronised pass has ended since the set of trained parameters changed; that pass gave
+        the order, unless passes vary.
     """
 
     def __init__(
@@ -48,15 +49,15 @@ class BucketOrder:
     ) -> None:
         self._comm, self._trained, self._queue, self._means = comm, trained, queue, means
         self._destinations, self._cap, self._laid_out_for = destinations, cap, 0.0
-        self.rebuilt = False
+        self.has_learned_order = False
         self._pending: list[torch.nn.Parameter] | None = None  # what the next pass lays out
 
     def start_anew(self, steps: BackwardSteps | None) -> None:
         """Lays out what trains now, of whose order nothing is known. Collective."""
-        self.rebuilt, self._pending = False, None
+        self.has_learned_order, self._pending = False, None
         self._lay_out(list(reversed(self._trained.parameters)), steps)
 
-    def take_up(self, steps: BackwardSteps | None) -> None:
+    def apply_learned_order(self, steps: BackwardSteps | None) -> None:
         """Lays out the order that was learned, if it is a new one, or buckets of another size. Collective then."""
         if self._pending is not None:
             order, self._pending = self._pending, None
@@ -72,11 +73,11 @@ class BucketOrder:
         """Learns the order from the first synchronised pass, which ends. Collective then.
 
         root: the rank whose order counts.
-        varies: whether passes may leave out some parameters, each others, so that the order stays as it is.
+        varies: passes may leave out different parameters, so no order is learned.
         """
-        if self.rebuilt:
+        if self.has_learned_order:
             return
-        self.rebuilt = True
+        self.has_learned_order = True
         if varies:
             return
         trained = self._trained.parameters

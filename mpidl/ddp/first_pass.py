@@ -16,7 +16,7 @@ import torch
 from collectives import Communicator
 
 from ..errors import ModelMismatch
-from ..gradients.backward import BackwardWatch, PassPhases, goes_to, replacement_test
+from ..gradients.backward import BackwardWatch, PassPhases, reaches_any, replacement_test
 from ..replicas.checksums import checksum, difference
 from .reducer import Reducer
 
@@ -42,20 +42,20 @@ class FirstPass:
         of_passes = weakref.ref(watch)
 
         def begins() -> None:  # also after `remove`: a graph may be there longer, as where the set-up has failed
-            made, alive, running = set_up(), where(), of_passes()
-            reducer = None if made is None else made()
-            if alive is not None:
-                alive._reducer = reducer
-            if reducer is not None and running is not None:
-                running.phases.begin()  # the reducer's, in this pass
+            set_up_method, first_pass, live_watch = set_up(), where(), of_passes()
+            reducer = None if set_up_method is None else set_up_method()
+            if first_pass is not None:
+                first_pass._reducer = reducer
+            if reducer is not None and live_watch is not None:
+                live_watch.phases.begin()  # the reducer's, in this pass
 
         def arrives(parameter: torch.Tensor) -> None:
-            alive = where()
-            if alive is not None:
-                alive._arrive(parameter)
+            first_pass = where()
+            if first_pass is not None:
+                first_pass._arrive(parameter)
 
         trained = list(parameters)
-        watch.is_training_backward = partial(goes_to, trained)
+        watch.is_training_backward = partial(reaches_any, trained)
         watch.are_replaced = replacement_test(module, set(trained))
         watch.phases = PassPhases(begun=(begins,))
         self._handles = [p.register_post_accumulate_grad_hook(arrives) for p in trained]

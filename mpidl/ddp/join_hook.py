@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import ConfigurationError
-from ..job.uneven_inputs import JoinHook, JoinTurns
 from .reducer import Reducer
+from .uneven_inputs import JoinHook, JoinTurns
 
 
 class WrapperJoinHook(JoinHook):
@@ -41,7 +41,7 @@ class WrapperJoinHook(JoinHook):
         return self.turns.mean_correction if self._divide_by_active else 1.0
 
     def begin(self, turns: JoinTurns, number: int) -> None:
-        """The block begins."""
+        """Begins a Join block."""
         super().begin(turns, number)
         if self._synchronised_norms and not self.turns.throw:
             raise ConfigurationError(
@@ -55,7 +55,7 @@ class WrapperJoinHook(JoinHook):
         self._reducer.join.joining = self
 
     def main_hook(self) -> None:
-        """The start of a backward pass, and its end, in turn."""
+        """Begins a shadow pass, or ends the one that is under way."""
         if self._reducer.join.is_shadow:
             self._reducer.end_shadow_pass()
         else:
@@ -66,5 +66,5 @@ class WrapperJoinHook(JoinHook):
         self._take_over(self.turns.root)
 
     def end(self) -> None:
-        """The block is left."""
+        """Leaves the Join block."""
         self._reducer.leave_join()

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from ..job.uneven_inputs import JoinTurns, Turn
+from .uneven_inputs import JoinTurns, Turn
 
 
 class Joining(Protocol):
@@ -44,7 +44,7 @@ class JoinedPasses:
         self.joining: Joining | None = None
         self.is_shadow = False
         self.mean_correction, self.order_root = 1.0, 0
-        self._own: dict[torch.nn.Parameter, torch.Tensor | None] = {}  # gradients of this rank in a shadow pass
+        self._own_gradients: dict[torch.nn.Parameter, torch.Tensor | None] = {}  # in a shadow pass
 
     def begin_forward(self) -> None:
         """Tells the others of a forward pass in training mode, where the first rank that ends is an error."""
@@ -52,7 +52,7 @@ class JoinedPasses:
             self.joining.tell(Turn.FORWARD)
 
     def begin_backward(self) -> None:
-        """Tells the ranks without batches that a backward pass begins, and takes over the ranks that have some."""
+        """Tells the ranks without batches that a backward pass begins, and notes how many ranks have batches."""
         if self.joining is not None:
             self.joining.tell(Turn.BACKWARD)
             self._take_over(self.joining)
@@ -70,14 +70,14 @@ class JoinedPasses:
 
     def take_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Puts this rank's gradients aside until the shadow pass ends."""
-        self._own = {p: p.grad for p in parameters}
-        for p in self._own:
+        self._own_gradients = {p: p.grad for p in parameters}
+        for p in self._own_gradients:
             p.grad = None
 
     def end_shadow(self) -> None:
         """Ends the shadow pass; this rank's gradients are again those of before."""
         self.is_shadow = False
-        self._own, own = {}, self._own
+        self._own_gradients, own = {}, self._own_gradients
         for p, gradient in own.items():
             p.grad = gradient
 

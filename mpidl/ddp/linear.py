@@ -35,7 +35,7 @@ SMALLEST_WEIGHT = 1 << 20  # bytes of a weight: to copy fewer takes no longer th
 class Destination:
     """The destination of the gradient of a layer's weight.
 
-    place: in a bucket, as a view of the weight's shape; None while there is none.
+    slot: in a bucket, as a view of the weight's shape; None while there is none.
     watch: of the model's passes.
     synchronised: whether the pass under way is averaged.
     """
@@ -43,24 +43,24 @@ class Destination:
     def __init__(
         self, layer: torch.nn.Module, weight: torch.nn.Parameter, watch: BackwardWatch, synchronised: Callable[[], bool]
     ) -> None:
-        self.place: torch.Tensor | None = None
+        self.slot: torch.Tensor | None = None
         self._weight, self._watch, self._synchronised = weight, watch, synchronised
-        self._last = 0  # the pass in which the place was last given away
+        self._last = 0  # the pass in which the slot was last taken
         self._layer = layer
         self._forward = LinearForward(layer, weight, self)
         layer.__dict__.update(forward=self._forward, __getstate__=self._forward.state_of_layer)
 
-    def move(self, place: torch.Tensor | None) -> None:
-        """place: where the weight's gradient lies from now on; None: in no bucket."""
-        self.place = place
+    def move(self, slot: torch.Tensor | None) -> None:
+        """Sets the slot of the weight's gradient; None: it is in no bucket."""
+        self.slot = slot
 
     def take(self, accumulator: Any) -> torch.Tensor | None:
-        """Within a backward pass: the place, as a tensor that autograd can keep; None where it cannot be written to.
+        """Returns the slot as a tensor that autograd can keep; None where it cannot be written to.
 
-        accumulator: the node of autograd's graph that adds to the weight's gradient.
+        accumulator: the node of autograd's graph that adds to the weight's gradient, in the pass under way.
         """
         if (
-            self.place is None
+            self.slot is None
             or self._weight.grad is not None
             or self._weight._backward_hooks
             or not self._watch.active
@@ -70,10 +70,10 @@ class Destination:
         ):
             return None
         self._last = self._watch.number
-        return self.place.detach()
+        return self.slot.detach()
 
     def remove(self) -> None:
-        """The layer computes as before."""
+        """Lets the layer compute as before."""
         self.move(None)
         if self._layer.__dict__.get("forward") is self._forward:
             del self._layer.forward, self._layer.__getstate__
@@ -85,7 +85,7 @@ class LinearForward:
     destination: kept alive neither by it nor by a graph.
     """
 
-    _before = None  # nothing that hides the class's forward pass, see `tensor.forward_wrapper.has_own_forward`
+    _before = None  # hides no forward pass of the layer's own; `tensor.forward_wrapper.has_own_forward` reads it
 
     def __init__(self, layer: torch.nn.Module, weight: torch.Tensor, destination: Destination) -> None:
         self._layer, self._weight, self._destination = layer, weight, weakref.ref(destination)
@@ -158,21 +158,21 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         following = [node for node, _ in ctx.next_functions]  # of x, the weight and, if there is one, the bias
-        for_x, for_weight, for_bias, *_ = (
-            *(node is not None and will_run(node, or_is_taken=True) for node in following),
+        needs_x, needs_weight, needs_bias, *_ = (
+            *(node is not None and will_run(node, if_captured=True) for node in following),
             False,
         )
-        of_x = of_weight = of_bias = None
-        if for_x:
-            of_x = gradient.mm(weight if ctx.out_in else weight.t())
-        if for_weight:
+        grad_x = grad_weight = grad_bias = None
+        if needs_x:
+            grad_x = gradient.mm(weight if ctx.out_in else weight.t())
+        if needs_weight:
             left, right = (gradient.t(), x) if ctx.out_in else (x.t(), gradient)
             destination = None if torch.is_grad_enabled() else ctx.destination()
-            place = None if destination is None else destination.take(following[1])
-            of_weight = left.mm(right) if place is None else torch.mm(left, right, out=place)
-        if for_bias:
-            of_bias = gradient.sum(0)
-        return of_x, of_weight, of_bias, None, None
+            slot = None if destination is None else destination.take(following[1])
+            grad_weight = left.mm(right) if slot is None else torch.mm(left, right, out=slot)
+        if needs_bias:
+            grad_bias = gradient.sum(0)
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 def _name_of(layer: torch.nn.Module) -> str:

@@ -35,12 +35,12 @@ class ModuleChanges:
         self._note()
 
     def _note(self) -> None:
-        """Takes down what is where."""
+        """Records the entries of all modules."""
         modules = list(self._module.modules())
         tables = [table for m in modules for table in (m._parameters, m._modules)]
         self._tables: list[dict[str, Any]] = [t for t in tables if isinstance(t, dict)]  # scripted ones cannot change
         self._size = sum(map(len, self._tables))
-        self._of = [table for table in self._tables for _ in table]
+        self._table_of = [table for table in self._tables for _ in table]
         self._keys = [key for table in self._tables for key in table]
         self._values = [value for table in self._tables for value in table.values()]
         self._others = {
@@ -50,7 +50,7 @@ class ModuleChanges:
     def problem(self) -> str | None:
         """The reason why the module cannot be trained as it is now."""
         same = sum(map(len, self._tables)) == self._size
-        if not (same and all(map(is_, map(dict.get, self._of, self._keys), self._values))):
+        if not (same and all(map(is_, map(dict.get, self._table_of, self._keys), self._values))):
             self._note()
         found = [self._described(p, name) for p, name in self._others.items() if p.requires_grad]
         if [p.shape for p in self._names] != self._shapes:

@@ -21,9 +21,9 @@ from ..optimizer_trial import (
     NOT_SEQUENTIAL,
     ON_WHOLE_MODELS,
     Trial,
-    averages_itself,
+    averaged_by_step,
     needs_of,
-    notes_in_groups,
+    reason_of_changed_settings,
     try_steps_of,
 )
 from ..trained_by import trainer_of
@@ -68,7 +68,9 @@ def check(
             seen[p] = optimizer
 
 
-def agreement(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[torch.nn.Parameter, str]) -> dict[str, str]:
+def settings_to_compare(
+    optimizers: Sequence[torch.optim.Optimizer], names: Mapping[torch.nn.Parameter, str]
+) -> dict[str, str]:
     """The arguments that must be equal on all ranks, by optimizer: its class, and its parameters."""
     found = {}
     for number, optimizer in enumerate(optimizers):
@@ -85,7 +87,7 @@ def _check_class(optimizer: torch.optim.Optimizer) -> None:
         if base.__name__ in ON_WHOLE_MODELS:
             why = ON_WHOLE_MODELS[base.__name__]
             raise ConfigurationError(f"step_in_backward: {name} cannot step on a bucket: {why}")
-    averaged = averages_itself(optimizer)
+    averaged = averaged_by_step(optimizer)
     if averaged:
         raise ConfigurationError(f"step_in_backward: {name} {_AVERAGING[averaged]}")
     if any(trainer_of(p) is not None for group in optimizer.param_groups for p in group["params"]):
@@ -107,4 +109,4 @@ def _check_class(optimizer: torch.optim.Optimizer) -> None:
     if needs.together:
         raise ConfigurationError(f"step_in_backward: {name} {NOT_SEQUENTIAL}")
     if isinstance(needs, Trial) and needs.noted:
-        raise ConfigurationError(f"step_in_backward: {name} {notes_in_groups(needs.noted)}")
+        raise ConfigurationError(f"step_in_backward: {name} {reason_of_changed_settings(needs.noted)}")

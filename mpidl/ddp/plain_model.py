@@ -2,7 +2,7 @@
 
 import torch
 
-from ..compiling import plain
+from ..compiling import unwrap_compiled
 from .wrapper import DistributedDataParallel
 
 
@@ -12,7 +12,7 @@ def plain_model(model: torch.nn.Module) -> tuple[DistributedDataParallel | None,
     while True:
         if isinstance(model, DistributedDataParallel):
             wrapper, model = model, model.module
-        elif plain(model) is not model:
-            model = plain(model)
+        elif unwrap_compiled(model) is not model:
+            model = unwrap_compiled(model)
         else:
             return wrapper, model

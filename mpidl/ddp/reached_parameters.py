@@ -58,7 +58,7 @@ class ReachedParameters:
 
     static_graph: as of `Reducer`.
     accumulated_under_no_sync: parameters with gradients of passes under no_sync, which none has averaged.
-    without: parameters to which the pass under way came, and gave no gradient.
+    reached_without_gradient: parameters to which the pass under way came, and gave no gradient.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ReachedParameters:
         self._watch, self._queue, self._trained, self._foreign, self._join = watch, queue, trained, foreign, join
         self._find_unused, self.static_graph = find_unused, static_graph
         self.accumulated_under_no_sync: set[torch.Tensor] = set()
-        self.without: set[torch.Tensor] = set()
+        self.reached_without_gradient: set[torch.Tensor] = set()
         self._given: set[torch.nn.Parameter] = set()  # what this rank gave a gradient in a pass that steps
         self._lost: set[torch.nn.Parameter] = set()  # and what had it no more when its bucket was filled
         self._several: _SeveralBackwards | None = None  # on every rank, or on none
@@ -102,14 +102,14 @@ class ReachedParameters:
         sparse: those of it with sparse gradients.
         """
         trained = set(self._trained.parameters)
-        self._average_left_behind([p for p in former if p not in trained], sparse)
+        self._average_frozen([p for p in former if p not in trained], sparse)
         if former:
             self.accumulated_under_no_sync |= {p for p in trained.difference(former) if p.grad is not None}
         self._queue.expected = {}
         self._queue.defer_launch_to_end = self.static_graph
         self._counts_known, self._several = False, None
 
-    def _average_left_behind(self, frozen: Sequence[torch.nn.Parameter], sparse: Set[torch.nn.Parameter]) -> None:
+    def _average_frozen(self, frozen: Sequence[torch.nn.Parameter], sparse: Set[torch.nn.Parameter]) -> None:
         """Averages what passes under no_sync gave to parameters that were frozen since; no later pass reduces it."""
         if not frozen:
             return
@@ -141,15 +141,16 @@ class ReachedParameters:
 
     def _gives(self, parameters: Sequence[torch.nn.Parameter]) -> list[bool]:
         """Tells which of these passes of this rank gave a gradient since the last one that was averaged."""
-        arrivals, without, accumulated = self._queue.arrivals, self.without, self.accumulated_under_no_sync
+        arrivals, accumulated = self._queue.arrivals, self.accumulated_under_no_sync
+        without = self.reached_without_gradient
         return [(p in arrivals and p not in without) or (p in accumulated and p.grad is not None) for p in parameters]
 
     def agree(self, *, stepped: bool) -> tuple[set[torch.nn.Parameter], dict[torch.nn.Parameter, int], bool]:
-        """Returns the parameters that any rank has reached, those that a rank has missed with that rank, and `waits`.
+        """Returns the reached parameters, the missed ones with a rank that missed them, and `awaits_another_backward`.
 
-        A missed one is an error; under static_graph it is one whose gradient came more or less often than in the first
-        pass. `waits` is True where none is missed, but some may get their gradient in another backward pass of the same
-        forward pass.
+        A parameter is reached if any rank has reached it. A missed one is an error; under static_graph it is one whose
+        gradient came more or less often than in the first pass. `awaits_another_backward` is True where none is missed,
+        but some may get their gradient in another backward pass of the same forward pass.
         Collective. Raises TrainingError on every rank for a step in the pass that another has made.
 
         stepped: whether the pass itself has made steps.
@@ -158,8 +159,8 @@ class ReachedParameters:
         before = () if self._several is None else self._several.arrived
         status = np.full(2 * len(parameters) + 2, -1, np.int64)
         reached, missed_by = status[:-2].reshape(2, -1)  # by the highest rank that did; -1: by none
-        lost = self._lost if stepped else {p for p in arrivals if p.grad is None and p not in self.without}
-        status[-2] = self._foreign.found(self._comm, lost)
+        lost = self._lost if stepped else {p for p in arrivals if p.grad is None} - self.reached_without_gradient
+        status[-2] = self._foreign.end_and_encode_change(self._comm, lost)
         for number, (p, gives) in enumerate(zip(parameters, self._gives(parameters), strict=True)):
             if gives or p in self._given:
                 reached[number] = self._comm.rank
@@ -171,22 +172,22 @@ class ReachedParameters:
                 missed_by[number] = self._comm.rank
         if not self.static_graph and (missed_by >= 0).any():
             forwards = self._watch.forwards if self._several is None else self._several.forwards
-            if self._watch.may_come_again(forwards):
+            if self._watch.has_pending_output(forwards):
                 missed_by[:], status[-1] = -1, self._comm.rank
         if self._comm.size > 1:
             self._comm.all_reduce(status, "max")
         self._foreign.refuse(int(status[-2]), self._comm, parameters)
         missed = {p: int(rank) for p, rank in zip(parameters, missed_by, strict=True) if rank >= 0}
-        waits = not missed and bool(status[-1] >= 0)
-        return {p for p, rank in zip(parameters, reached, strict=True) if rank >= 0}, missed, waits
+        awaits_another_backward = not missed and bool(status[-1] >= 0)
+        return {p for p, rank in zip(parameters, reached, strict=True) if rank >= 0}, missed, awaits_another_backward
 
     def forget_averaged(self) -> None:
         """Forgets the gradients of this pass, and those before it: they are averaged."""
-        self.accumulated_under_no_sync, self.without = set(), set()
+        self.accumulated_under_no_sync, self.reached_without_gradient = set(), set()
 
-    def end(self, waits: bool) -> None:
-        """Ends a pass. waits: whether another one of the same forward pass is to follow."""
-        if not waits:
+    def end(self, awaits_another_backward: bool) -> None:
+        """Ends a pass. awaits_another_backward: another one of the same forward pass is to follow."""
+        if not awaits_another_backward:
             self._several = None
             return
         self._several = self._several or _SeveralBackwards(self._watch.forwards)
@@ -194,7 +195,7 @@ class ReachedParameters:
 
     def abandon(self) -> None:
         """Forgets what a pass has noted that an exception has cut short."""
-        self.without, self._several = set(), None
+        self.reached_without_gradient, self._several = set(), None
 
     def refuse(self, missed: Mapping[torch.nn.Parameter, int], reached: Set[torch.nn.Parameter]) -> None:
         """Raises TrainingError, on every rank, for parameters that a rank has missed. Both: as of `agree`."""

@@ -13,12 +13,14 @@
 Who runs what: all runs in the thread of the backward pass, except the reductions (`bucket_means`). Collectives, in
 this order on every rank, all on the wrapper's Communicator; a forward pass has none, so a rank may run one alone:
 
-    the pass begins     a small all-reduce: what trains
-    bucket by bucket    its all-reduce, launched strictly in order; or, where the ranks fill the cores of one node, one
-                        reduction of all buckets as the pass ends (`bucket_means`)
+    the pass begins     a small all-reduce: what trains; where buckets are laid out anew, the allocation of their memory
+    bucket by bucket    its all-reduce, launched in order, with `step_in_backward` also one of what was reached;
+                        or, where the ranks fill the cores of one node, one reduction of all buckets as the pass ends
+                        (`bucket_means`)
     the pass ends       waits for all; an all-reduce: what the pass has reached, so that what is wrong on one rank is
-                        an error on all; the broadcast of rank 0's buffers. A step that another has made in the pass is
-                        an error before the broadcast, a parameter that a rank has missed is one after it
+                        an error on all; all-gathers of each sparse gradient (`sparse`); the broadcast of rank 0's
+                        buffers; after the first pass that of its order (`bucket_order`). A step that another has made
+                        in the pass is an error before the broadcast, a parameter that a rank has missed is one after it
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", sections 3.2 and 4.2.
 """
@@ -58,7 +60,7 @@ class Reducer:
         passes, the same on all ranks.
     watch: must see the module's forward passes, and `unused` their outputs.
     place: where the parameters lie.
-    bucket_cap: tells the bytes, which may be others from a pass on, on every rank the same.
+    bucket_cap: returns a bucket's bytes; may change between passes, in the same way on every rank.
     find_unused, static_graph: as of DistributedDataParallel.
     as_views: `.grad` becomes a view of the bucket, else keeps its own memory.
     buffers: those to broadcast after each pass.
@@ -86,7 +88,7 @@ class Reducer:
     ) -> None:
         self._names, self._comm, self._watch, self._place = names, comm, watch, place
         self._as_views, self._buffers = as_views, buffers
-        self._kept: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._missed_gradients: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._foreign = ForeignSteps(names, stay_in_place=True)
         self._shared = SharedParameters(names)
         self.steps: BackwardSteps | None = None
@@ -103,7 +105,7 @@ class Reducer:
             on_gradient_after_launch=self._on_gradient_after_launch,
             place=place,
         )
-        self.unused = UnusedParameters(names, self.trained, self.queue, looks=find_unused and not static_graph)
+        self.unused = UnusedParameters(names, self.trained, self.queue, searches_graph=find_unused and not static_graph)
         self.reached = ReachedParameters(
             module,
             names,
@@ -155,7 +157,7 @@ class Reducer:
     def set_static_graph(self) -> None:
         """Sets `static_graph` as the constructor would; to be called before the first backward pass."""
         self.trained.set_static_graph()
-        self.unused.looks = False
+        self.unused.searches_graph = False
         self.reached.set_static_graph()
 
     def step_in_backward(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -188,11 +190,11 @@ class Reducer:
         """
         if not self.queue.synchronise:
             return
-        is_open = self.steps is not None and self.steps.is_open
-        if self.trained.agree(STEP_NOT_CALLED if is_open else None):
+        awaits_step_call = self.steps is not None and self.steps.awaits_step_call
+        if self.trained.agree(STEP_NOT_CALLED if awaits_step_call else None):
             self._start_anew()
         else:
-            self.order.take_up(self.steps)
+            self.order.apply_learned_order(self.steps)
 
     def _start_anew(self) -> None:
         former, sparse = self.trained.parameters, self.trained.sparse
@@ -201,10 +203,10 @@ class Reducer:
         self.order.start_anew(self.steps)
 
     @property
-    def held(self) -> list[torch.Tensor]:
+    def bucket_tensors(self) -> list[torch.Tensor]:
         """The memory of the buckets."""
         if self.steps is not None:
-            return self.steps.held
+            return self.steps.bucket_tensors
         return [bucket.flat for bucket in self.queue.buckets if bucket.flat is not None]
 
     def retire(self) -> None:
@@ -277,9 +279,9 @@ class Reducer:
             return
         gradient = parameter.grad
         if gradient is None:  # as of a function whose backward returns None
-            reached.without.add(parameter)
-        elif reached.without:
-            reached.without.discard(parameter)
+            reached.reached_without_gradient.add(parameter)
+        elif reached.reached_without_gradient:
+            reached.reached_without_gradient.discard(parameter)
         if parameter in self.trained.sparse:
             return
         if gradient is not None and gradient.layout != torch.strided:
@@ -295,27 +297,27 @@ class Reducer:
             return
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
-            if self._shows_place(parameter):
+            if self._grad_is_view(parameter):
                 parameter.grad = view.detach()  # not the view itself, which `.grad.data = ...` would move
-        elif not self._shows_place(parameter):
+        elif not self._grad_is_view(parameter):
             parameter.grad = gradient.clone()
 
-    def _shows_place(self, parameter: torch.nn.Parameter) -> bool:
-        """Returns whether `.grad` becomes the parameter's place in its bucket."""
+    def _grad_is_view(self, parameter: torch.nn.Parameter) -> bool:
+        """Returns whether `.grad` becomes a view of the parameter's slot in its bucket."""
         return self._as_views and not (self._shared.parameters and parameter in self._shared.parameters)
 
     def _miss(self, bucket: GradientBucket, index: int) -> None:
         """Fills an unreached parameter's place in its bucket with what it has accumulated, or zeros."""
         parameter = bucket.parameters[index]
         if self.means.hook is not None:
-            self.means.miss(parameter)
+            self.means.note_missed(parameter)
         if parameter in self.trained.sparse or self.steps is not None:
             return
         gradient, view = parameter.grad, bucket.views[index]
         if gradient is None:
             view.zero_()
         elif gradient.data_ptr() == view.data_ptr():
-            self._kept[parameter] = view.clone()
+            self._missed_gradients[parameter] = view.clone()
         else:
             view.copy_(gradient)
 
@@ -339,21 +341,21 @@ class Reducer:
         self.means.wait()
         if self.steps is not None:
             self.steps.finish()
-        reached, missed, waits = self.reached.agree(stepped=self.steps is not None)
+        reached, missed, awaits_another_backward = self.reached.agree(stepped=self.steps is not None)
         if self.means.hook is not None:
             self.means.end_pass(reached)
         self._show(reached)
-        self._kept = {}
+        self._missed_gradients = {}
         self.reached.forget_averaged()
         if self.steps is not None:
             self.steps.step([p for p in self.trained.parameters if p in self.trained.sparse and p in reached])
             self.steps.end()
-        self.reached.end(waits)
-        if not waits:
+        self.reached.end(awaits_another_backward)
+        if not awaits_another_backward:
             broadcast_states(self._comm, self._buffers(), self.join.order_root)
         self.reached.refuse(missed, reached)
         self.reached.learn_counts()
-        self.order.learn(self.join.order_root, varies=self.unused.looks)
+        self.order.learn(self.join.order_root, varies=self.unused.searches_graph)
 
     def _show(self, reached: Set[torch.nn.Parameter]) -> None:
         """Gives parameters that any rank has reached their means as `.grad`; of the others it stays as it was."""
@@ -364,11 +366,11 @@ class Reducer:
                     if p in reached:
                         p.grad = mean if self.join.mean_correction == 1.0 else mean * self.join.mean_correction
                 elif self.steps is not None:
-                    continue  # it has what it is to have
+                    continue  # the step has used the mean, or has put it into `.grad`
                 elif p not in reached:
-                    if p in self._kept and p.grad is not None:
-                        p.grad.copy_(self._kept[p])
-                elif self._shows_place(p):
+                    if p in self._missed_gradients and p.grad is not None:
+                        p.grad.copy_(self._missed_gradients[p])
+                elif self._grad_is_view(p):
                     view, shown = bucket.views[index], p.grad
                     if shown is None or shown.data_ptr() != view.data_ptr():
                         p.grad = view.detach()
@@ -383,6 +385,6 @@ class Reducer:
         self.means.abandon()
         if self.steps is not None:
             self.steps.abandon()
-        self._kept = {}
+        self._missed_gradients = {}
         self.reached.abandon()
         self._foreign.end()

@@ -15,7 +15,7 @@ from .reducer import Reducer
 
 
 class Retirement:
-    """Retires a wrapper's reducer, and gives its Communicator back, when the wrapper is freed, which alone has this.
+    """Retires a wrapper's reducer, and gives its Communicator back, when the wrapper, its only owner, is freed.
 
     The garbage collector could not free them all if a `weakref.finalize` did this, which keeps its arguments as long as
     the wrapper lives: through the reducer, hook and module as well.

@@ -24,18 +24,18 @@ def mean_of_sparse(comm: Communicator, parameter: torch.Tensor, gradient: torch.
     gradient: this rank's, sparse in its first dimension, or None for no rows at all. Where any rank's is dense (the
     table is tied to a dense layer, say) the mean is dense.
     """
-    dense = gradient is not None and gradient.layout == torch.strided
+    own_is_dense = gradient is not None and gradient.layout == torch.strided
     if gradient is None:
         rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
         values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
-    elif dense:
+    elif own_is_dense:
         rows, values = torch.arange(len(gradient), device=gradient.device), gradient.contiguous()
     else:
         merged = gradient.coalesce()
         rows, values = merged.indices()[0].contiguous(), merged.values().contiguous()
-    theirs = np.empty(2 * comm.size, np.int64)
-    comm.all_gather(theirs, np.array([len(rows), dense], np.int64))
-    counts, is_dense = theirs[::2].tolist(), theirs[1::2]
+    counts_and_layouts = np.empty(2 * comm.size, np.int64)
+    comm.all_gather(counts_and_layouts, np.array([len(rows), own_is_dense], np.int64))
+    counts, dense_by_rank = counts_and_layouts[::2].tolist(), counts_and_layouts[1::2]
     all_rows = torch.empty(sum(counts), dtype=torch.int64, device=rows.device)
     all_values = torch.empty((sum(counts), *values.shape[1:]), dtype=values.dtype, device=values.device)
     width = values[:1].numel() if len(values) else int(np.prod(values.shape[1:]))
@@ -44,4 +44,4 @@ def mean_of_sparse(comm: Communicator, parameter: torch.Tensor, gradient: torch.
     mean = torch.sparse_coo_tensor(
         all_rows[None], all_values / comm.size, parameter.shape, check_invariants=False
     ).coalesce()
-    return mean.to_dense() if is_dense.any() else mean
+    return mean.to_dense() if dense_by_rank.any() else mean

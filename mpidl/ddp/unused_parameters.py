@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..gradients.backward import goes_to, is_opaque, reaches
+from ..gradients.backward import is_opaque, reaches, reaches_any
 from ..gradients.bucket_queue import BucketQueue
 from ..module_tensors import tensors_with_gradient
 from .trained_parameters import TrainedParameters
@@ -35,19 +35,24 @@ class UnusedParameters:
 
     names: as of `Reducer`.
 
-    looks: bool, may be set; whether passes that communicate are to be looked at.
+    searches_graph: bool, may be set; whether the graphs of passes that communicate are searched.
     """
 
     def __init__(
-        self, names: Mapping[torch.nn.Parameter, str], trained: TrainedParameters, queue: BucketQueue, *, looks: bool
+        self,
+        names: Mapping[torch.nn.Parameter, str],
+        trained: TrainedParameters,
+        queue: BucketQueue,
+        *,
+        searches_graph: bool,
     ) -> None:
-        self._names, self._trained, self._queue, self.looks = names, trained, queue, looks
+        self._names, self._trained, self._queue, self.searches_graph = names, trained, queue, searches_graph
         self._opaque: weakref.WeakSet[_OpaqueGraph] = weakref.WeakSet()  # of graphs that a backward pass may use
         self._unreached: list[torch.nn.Parameter] = []  # by the backward pass under way, as its graph tells
 
     def after_forward(self, output: Any) -> None:
         """Watches the output of a forward pass; call it with that."""
-        if self.looks and self._queue.synchronise and torch.is_grad_enabled():
+        if self.searches_graph and self._queue.synchronise and torch.is_grad_enabled():
             outputs = list(tensors_with_gradient(output))
             if is_opaque(outputs):
                 mark = _OpaqueGraph()
@@ -56,9 +61,9 @@ class UnusedParameters:
                     tensor.register_hook(mark)
 
     def is_training_backward(self, nodes: Sequence[Any] | None) -> bool:
-        """Within a backward pass that came by these nodes: tells if it goes to the parameters, as `goes_to`."""
-        concerned = goes_to(self._names, nodes)
-        if concerned and self.looks and self._queue.synchronise and not self._opaque:
+        """Tells if the backward pass under way goes to the parameters; if so, notes those that it will not reach."""
+        concerned = reaches_any(self._names, nodes)
+        if concerned and self.searches_graph and self._queue.synchronise and not self._opaque:
             self._unreached = [p for p in self._trained.wanted() if not reaches(p)]
         return concerned
 

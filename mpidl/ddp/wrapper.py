@@ -20,18 +20,18 @@ from torch.utils._pytree import tree_map_only
 from collectives import Communicator
 from collectives.diagnostics import label
 
-from .. import comm_hooks
 from ..compiling import uncompiled
 from ..engine_arguments import communicator, flag
 from ..errors import ConfigurationConflict
 from ..gradients.backward import BackwardWatch, inside_backward
-from ..gradients.buckets import MIB, facts
+from ..gradients.buckets import MIB, bucket_stats
 from ..gradients.compression import Compression, Compressor
 from ..gradients.compression.settings import compression
+from ..gradients.grad_bucket import Hook
+from ..gradients.hook_check import check_hook
 from ..job import communicator_pool
 from ..job.agreement import check_everywhere
 from ..job.model_device import place_of_model
-from ..job.uneven_inputs import Join, Joinable
 from ..mesh import Mesh
 from ..mesh.experts import divide_contributions, gradient_group
 from ..mesh.groups import data_group
@@ -44,6 +44,7 @@ from .join_hook import WrapperJoinHook
 from .module_states import ModuleStates
 from .reducer import Reducer
 from .retirement import Retirement, remove_with
+from .uneven_inputs import Join, Joinable
 
 if TYPE_CHECKING:  # at run time with compress= alone: few programs need it
     from ..gradients.compression.hook import CompressedReduction
@@ -126,10 +127,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self.device_ids, self.output_device = arguments.devices(module, device_ids, output_device)
             self._place = place_of_model("module", module, self.parameters_to_ignore)
             self.module = module
-            arguments.trained(self._states.trained(), mesh, self._divisor, self._compression)
+            arguments.refuse_trained_parameters(self._states.trained(), mesh, self._divisor, self._compression)
 
         check_everywhere(self.process_group, check)
-        self._hook: tuple[Any, comm_hooks.Hook] | None = None
+        self._hook: tuple[Any, Hook] | None = None
         self.compressed: CompressedReduction | None = None
         self._reducer: Reducer | None = None
         self._retirement: Retirement | None = None
@@ -191,7 +192,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self.register_comm_hook(None, self.compressed)
 
     def _bucket_cap(self) -> Callable[[], float]:
-        """Returns what tells the bytes of a bucket: the given ones, or those of the method that "auto" has taken."""
+        """Returns a function that gives a bucket's cap in bytes: the given one, or that of the method "auto" uses."""
         cap, compressed = self.bucket_bytes_cap, self.compressed if self._chooses_cap else None
         return lambda: cap if compressed is None else compressed.compressor.bucket_cap_mb * MIB
 
@@ -218,7 +219,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._reducer.means.hook = self._hook
         self._retirement = retirement
         if self.compressed is not None:
-            self.compressed.serve()
+            self.compressed.claim_compressor()
 
     # ---- training ---------------------------------------------------------------------------------------------
 
@@ -258,7 +259,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self._reducer is not None:
             self._reducer.unused.after_forward(output)
 
-    # ---- as programs for PyTorch's use it ---------------------------------------------------------------------
+    # ---- names of PyTorch's DistributedDataParallel -----------------------------------------------------------
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -284,7 +285,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self.static_graph:
             return
         if self._reducer is not None:
-            if self._reducer.order.rebuilt:
+            if self._reducer.order.has_learned_order:
                 raise ConfigurationConflict("_set_static_graph: training has begun; set it before")
             self._reducer.set_static_graph()
         self.static_graph = True
@@ -329,22 +330,22 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self._reducer is not None:
             self._reducer.reached.accumulated_under_no_sync = set(parameters)
 
-    def register_comm_hook(self, state: Any, hook: comm_hooks.Hook) -> None:
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Registers `hook(state, bucket)` to communicate instead of the all-reduce; see `mpidl.comm_hooks`.
 
         To be registered once, before the first backward pass, on all ranks. Sparse gradients are reduced without it.
         """
-        comm_hooks.check(hook)
+        check_hook(hook)
         if self._hook is not None:
             raise ConfigurationConflict("register_comm_hook: this DistributedDataParallel has a hook already")
-        if self._reducer is not None and self._reducer.order.rebuilt:
+        if self._reducer is not None and self._reducer.order.has_learned_order:
             raise ConfigurationConflict("register_comm_hook: training has begun; register it before")
         self._hook = (state, hook)
         if self._reducer is not None:
             self._reducer.means.hook = self._hook
 
     @property
-    def comm_hook(self) -> tuple[Any, comm_hooks.Hook] | None:
+    def comm_hook(self) -> tuple[Any, Hook] | None:
         """The state and the hook that communicate in place of the all-reduce; None without."""
         return self._hook
 
@@ -369,7 +370,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             optimizer_class.check(optimizers, names, set(self.module.parameters()).difference(names))
 
         check_everywhere(comm, check)
-        check_settings_agree(comm, "step_in_backward", optimizer_class.agreement(optimizers, names))
+        check_settings_agree(comm, "step_in_backward", optimizer_class.settings_to_compare(optimizers, names))
         if self._reducer is None:
             self._set_up()
         assert self._reducer is not None
@@ -436,10 +437,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """The memory of the buckets, in which the gradients lie; of which a copy has none before its first pass."""
-        return {"gradients": [] if self._reducer is None else self._reducer.held}
+        return {"gradients": [] if self._reducer is None else self._reducer.bucket_tensors}
 
     def stats(self) -> dict[str, Any]:
-        """Tells how gradients are reduced now, in what JSON has, for a log. Not collective.
+        """Describes how gradients are reduced now, as JSON values for a log. Not collective.
 
         buckets: the names of each bucket's parameters, in the order in which buckets are reduced; of a copy none before
             its first pass.
@@ -449,15 +450,15 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """
         reducer = self._reducer
         names = self._states.names()
-        found = facts([] if reducer is None else reducer.queue.buckets, names)
+        found = bucket_stats([] if reducer is None else reducer.queue.buckets, names)
         return {**found, "reduces_at_end": reducer is not None and reducer.means.reduces_at_end}
 
     # ---- copies -----------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        of_this_one = ("_reducer", "_retirement", "_watch", "_first_pass", "_hook", "compressed")
-        for name in ("process_group", "_place", *of_this_one):
+        not_copied = ("_reducer", "_retirement", "_watch", "_first_pass", "_hook", "compressed")
+        for name in ("process_group", "_place", *not_copied):
             state.pop(name, None)
         return state
 

@@ -19,7 +19,7 @@ _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_SIZE", "MPI_LOCALNRANKS", "S
 
 
 def facts_of_rank(comm: Communicator) -> dict[str, Any]:
-    """This rank's. Collective, as the symmetric memory is tried out."""
+    """Collects this rank's facts. Collective, as the symmetric memory is tried out."""
     node = comm.split(comm.node_ranks[0])  # a group over nodes shares memory on all of them or on none
     assert node is not None
     symmetric = node.is_shared(node.shared(1 << 18, torch.float32))

@@ -54,22 +54,25 @@ def inside_transform() -> bool:
 
 
 def reaches(parameter: torch.Tensor) -> bool:
-    """Within a backward pass: whether it adds to the parameter's gradient, as far as the graph tells (`is_opaque`)."""
+    """Tells if the backward pass under way adds to the parameter's gradient, as far as the graph shows.
+
+    See `is_opaque`.
+    """
     return parameter.requires_grad and will_run(_accumulator(parameter))
 
 
 def is_opaque(tensors: Iterable[torch.Tensor]) -> bool:
-    """Returns whether the graph behind these has a function of Python's.
+    """Tells if the graph behind these tensors has an autograd.Function written in Python.
 
     Its backward may start passes of its own, as re-entrant activation checkpoints do, to parameters not in this graph.
     """
-    nodes = _behind(tensor.grad_fn for tensor in tensors)
+    nodes = _graph_from(tensor.grad_fn for tensor in tensors)
     functions = (node for node in nodes if isinstance(node, torch.autograd.function.BackwardCFunction))
     return not all(getattr(node._forward_cls, "starts_no_pass", False) for node in functions)  # type: ignore[attr-defined]
 
 
-def goes_to(parameters: Iterable[torch.nn.Parameter], nodes: Iterable[Any] | None) -> bool:
-    """Returns True in a backward pass that goes to any of the parameters and came by these nodes of the graph.
+def reaches_any(parameters: Iterable[torch.nn.Parameter], nodes: Iterable[Any] | None) -> bool:
+    """Tells if the backward pass under way reaches any of the parameters, by these nodes of the graph.
 
     False for torch.autograd.grad to inputs or activations. Other ranks wait also for a pass that reaches no parameter
     on this rank, so that only a pass that leaves nodes out counts as one to inputs or activations.
@@ -78,7 +81,7 @@ def goes_to(parameters: Iterable[torch.nn.Parameter], nodes: Iterable[Any] | Non
     """
     if any(reaches(p) for p in parameters):
         return True
-    return nodes is not None and all(will_run(node) for node in _behind(nodes))
+    return nodes is not None and all(will_run(node) for node in _graph_from(nodes))
 
 
 def replacement_test(model: torch.nn.Module, parameters: Container[torch.Tensor]) -> Callable[[], bool]:
@@ -96,7 +99,7 @@ def replacement_test(model: torch.nn.Module, parameters: Container[torch.Tensor]
     return lambda: bool(places) and not any(own.get(name) is p and p.requires_grad for own, name, p in places)
 
 
-def _behind(nodes: Iterable[Any]) -> Iterator[Any]:
+def _graph_from(nodes: Iterable[Any]) -> Iterator[Any]:
     """Yields these nodes of autograd's graph and all that follow them, each once."""
     seen: set[Any] = {None}
     pending = list(nodes)
@@ -108,15 +111,15 @@ def _behind(nodes: Iterable[Any]) -> Iterator[Any]:
             pending += [following for following, _ in current.next_functions]
 
 
-def will_run(node: Any, *, or_is_taken: bool = False) -> bool:
-    """Within a backward pass: whether it comes by this node of autograd's graph.
+def will_run(node: Any, *, if_captured: bool = False) -> bool:
+    """Tells if the backward pass under way runs this node of autograd's graph.
 
-    or_is_taken: what to say of a leaf of which torch.autograd.grad takes the gradient, instead of adding to `.grad`.
+    if_captured: the answer for a leaf whose gradient torch.autograd.grad returns instead of adding it to `.grad`.
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # such a leaf
-        return or_is_taken
+        return if_captured
 
 
 def _accumulator(parameter: torch.Tensor) -> Any:
@@ -223,8 +226,8 @@ class _OutputHook:
 class BackwardWatch:
     """Runs `phases` in every backward pass through a model.
 
-    `before_forward` and `after_forward` must be called around every forward pass; `attach` sees to it. Who listens to
-    the parameters' gradients (`BucketQueue`) calls `begin` and the phase `reached` for each.
+    `before_forward` and `after_forward` must be called around every forward pass; `attach` sees to it. `BucketQueue`,
+    whose hooks are on the parameters, calls `begin` and the phase `reached` for each.
 
     active: whether a pass is under way.
     number: of the pass, or of the last; from 1 on.
@@ -271,7 +274,7 @@ class BackwardWatch:
                     self._waiting.add(hook)
                     tensor.register_hook(hook)
 
-    def may_come_again(self, until: int) -> bool:
+    def has_pending_output(self, until: int) -> bool:
         """Tells if one of the first `until` forward passes has an output that lives, and no backward pass yet."""
         return any(hook.number <= until for hook in self._waiting)
 
@@ -294,10 +297,10 @@ class BackwardWatch:
         return self.active and not self._interrupted
 
     @property
-    def has_company(self) -> bool:
+    def other_engine_may_run(self) -> bool:
         """Tells if another engine is in this backward pass, or may come into it.
 
-        One may that has an output which lives and had no backward pass yet.
+        An engine may run later if one of its outputs is alive and has had no backward pass yet.
         """
         others = (watch for watch in list(_watches.values()) if watch is not self)
         return any(other.is_running or other._waiting for other in others)

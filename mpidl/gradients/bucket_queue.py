@@ -85,22 +85,22 @@ class BucketQueue:
 
     def _hook(self, parameter: torch.nn.Parameter) -> Callable[[torch.Tensor], None]:
         # The garbage collector does not see what a parameter's hooks refer to, so they must not keep the queue.
-        queue, which = weakref.ref(self), weakref.ref(parameter)
+        queue_ref, parameter_ref = weakref.ref(self), weakref.ref(parameter)
 
         def gradient_is_complete(_: torch.Tensor) -> None:
-            alive, arrived = queue(), which()
-            if alive is not None and arrived is not None:
-                watch = alive._watch
+            live_queue, live_parameter = queue_ref(), parameter_ref()
+            if live_queue is not None and live_parameter is not None:
+                watch = live_queue._watch
                 watch.begin()
                 for call in watch.phases.reached:
-                    call(arrived)
+                    call(live_parameter)
 
         return gradient_is_complete
 
     def arrive(self, parameter: torch.nn.Parameter) -> None:
         """Takes in a parameter's complete gradient, in a pass that has begun."""
         if parameter not in self._bucket_of:
-            return  # it has come to train, and this pass communicates nothing
+            return  # it began to train after the buckets were made; this pass communicates nothing
         bucket, index = self._bucket_of[parameter]
         times = self.arrivals.get(parameter, 0) + 1
         self.arrivals[parameter] = times
@@ -134,7 +134,7 @@ class BucketQueue:
             self.launch(bucket)
 
     def launch_rest(self) -> None:
-        """Launches what is left, without any more gradients."""
+        """Launches the remaining buckets in order, filled or not."""
         for bucket in self.buckets[self._next :]:
             self._start(bucket)
 

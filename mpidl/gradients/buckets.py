@@ -7,8 +7,9 @@
 DDP and the three stages of ZeRO use it. A `BucketLayout` says where each parameter lies and how the buffer is cut. A
 `GradientBucket` is the storage of one layout's gradients; `bucket_queue` fills and launches them.
 
-Alignment keeps the bits: matrix products choose other loops by where an operand begins, and torch aligns memory of the
-host to cache lines. Padding is zero in every buffer and shard, so sums and norms of a shard are those of parameters.
+Alignment keeps results bit-equal: a matrix product chooses its loop by the address of an operand, and torch aligns
+memory of the host to cache lines. Padding is zero in every buffer and shard, so sums and norms of a shard are those of
+parameters.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class BucketLayout:
 
 
 def layout_of(parameters: Sequence[torch.Tensor], ranks: int, block: int = 1) -> BucketLayout:
-    """The layout of these parameters, in their order. block: elements of which no shard's edge may cut any."""
+    """The layout of these parameters, in their order. block: elements that no shard's edge may separate."""
     line = math.lcm(line_of(parameters[0].dtype), block)
     return BucketLayout(tuple(p.numel() for p in parameters), ranks, line)
 
@@ -137,8 +138,8 @@ def assign(
     return closed + list(filling.values())
 
 
-def by_rank(comm: Communicator, operation: str) -> str:
-    """The algorithm that adds in the order of ranks, if ranks share memory on every node, so that no cut changes a bit.
+def rank_order_algorithm(comm: Communicator, operation: str) -> str:
+    """Returns the algorithm that adds in rank order if ranks of a node share memory: bucket sizes change no bit.
 
     MPI's own reductions, which "auto" takes for small buffers, add in an order that depends on the size. Over several
     nodes it also sends the fewest bytes between them.
@@ -211,7 +212,7 @@ class GradientBucket:
         return self.layout.padded * self.dtype.itemsize
 
 
-def facts(buckets: Sequence[GradientBucket], names: Mapping[torch.nn.Parameter, str]) -> dict[str, Any]:
+def bucket_stats(buckets: Sequence[GradientBucket], names: Mapping[torch.nn.Parameter, str]) -> dict[str, Any]:
     """Describes the buckets of an engine for its `stats`: names of their parameters, and their bytes."""
     return {
         "buckets": [[names[p] for p in bucket.parameters] for bucket in buckets],

@@ -125,7 +125,7 @@ def clamp_(gradients: Sequence[torch.Tensor], clip_value: float) -> None:
 
 
 def check_norm_type(given: float) -> float:
-    """A number above 0."""
+    """Checks a norm's type, a number above 0, and returns it."""
     norm_type = _number(given)
     if not norm_type > 0:
         raise ConfigurationError(f"norm_type: got {given!r}; needs a number above 0, or infinity")
@@ -140,7 +140,7 @@ def _bound(name: str, given: float) -> float:
 
 
 def _number(given: object) -> float:
-    """NaN for what is no number."""
+    """Converts to a float; NaN for anything else."""
     try:
         return float(given)  # type: ignore[arg-type]
     except (TypeError, ValueError):

@@ -34,14 +34,14 @@ _KINDS = (
     "changed during the backward pass",
     "changed during a backward pass under no_sync",
 )
-_LOST, _CHANGED, _BEFORE = range(len(_KINDS))
+_LOST, _CHANGED, _CHANGED_EARLIER = range(len(_KINDS))
 
 _passes: weakref.WeakSet[ForeignSteps] = weakref.WeakSet()  # those between `begin` and `end`
 
 
 @cache
 def _listen() -> None:
-    """Has torch tell of every optimizer's step, once and for all of the process.
+    """Registers a hook for every optimizer's step, once in the process.
 
     A hook a pass would change torch's list of hooks while another thread, as of a delayed update, goes through it.
     """
@@ -49,7 +49,7 @@ def _listen() -> None:
     def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if inside_backward():
             for each in list(_passes):
-                each.heard(optimizer)
+                each.note_step(optimizer)
 
     register_optimizer_step_pre_hook(hook)
 
@@ -79,7 +79,7 @@ class ForeignSteps:
         self._before = dict(zip(parameters, self._marks(parameters), strict=True))
         _passes.add(self)
 
-    def heard(self, optimizer: torch.optim.Optimizer) -> None:
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes an optimizer's step during this thread's backward pass."""
         given = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
         self._stepped.update(p for p in given if p in self._names)
@@ -90,8 +90,8 @@ class ForeignSteps:
         _passes.discard(self)
 
     @contextmanager
-    def own(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-        """Inside, the engine itself writes to these, and steps with no other optimizer."""
+    def engine_writes(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+        """Context in which the engine writes to these parameters and steps with no other optimizer."""
         before = self._marks(parameters)
         stepped = self._stepped | {p for p, v in zip(parameters, before, strict=True) if self._before.get(p, v) != v}
         yield
@@ -99,23 +99,23 @@ class ForeignSteps:
         self._before.update(zip(parameters, self._marks(parameters), strict=True))
 
     def end_without_agreement(self) -> None:
-        """Ends a pass that does not communicate; the `found` of the next one that does tells what was changed."""
+        """Ends a pass that does not communicate; the next one that does reports what was changed."""
         now = self._marks(self._parameters)
         written = {p for p, version in zip(self._parameters, now, strict=True) if version != self._before[p]}
         self._changed_before |= written | self._stepped.intersection(self._parameters)
         self.end()
 
-    def found(self, comm: Communicator, lost: Collection[torch.nn.Parameter] = ()) -> int:
-        """Ends the pass. A number, -1 where nothing was noticed, of which the maximum over the ranks is for `refuse`.
+    def end_and_encode_change(self, comm: Communicator, lost: Collection[torch.nn.Parameter] = ()) -> int:
+        """Ends the pass; returns a code of the first change, or -1. `refuse` takes the maximum of the ranks' codes.
 
         lost: parameters that have no longer the gradient that the pass gave them.
         """
         found = -1
         for number, (p, now) in enumerate(zip(self._parameters, self._marks(self._parameters), strict=True)):
-            before = p in self._changed_before
+            changed_earlier = p in self._changed_before
             changed = now != self._before[p] or p in self._stepped
-            if before or changed or p in lost:
-                kind = _BEFORE if before else _CHANGED if changed else _LOST
+            if changed_earlier or changed or p in lost:
+                kind = _CHANGED_EARLIER if changed_earlier else _CHANGED if changed else _LOST
                 found = len(_KINDS) * (number * comm.size + comm.rank) + kind
                 break
         self._changed_before.clear()

@@ -16,11 +16,8 @@ import torch
 
 from collectives import Communicator
 
-from ..ddp.plain_model import plain_model
-from ..errors import ConfigurationError
 from ..job.objects import all_gather_object
 from ..job.runtime import default_communicator
-from ..trained_by import trainer_of_model
 from .scalars import values_of
 
 Found = list[tuple[str, int]]
@@ -37,26 +34,6 @@ def is_finite(gradient: torch.Tensor) -> bool:
     return are_finite([gradient])[0]
 
 
-def find_nonfinite_gradients(model: torch.nn.Module, process_group: Communicator | None = None) -> Found | None:
-    """(parameter, rank) of every `.grad` that is not finite, the model's last parameters first; None if all are.
-
-    Collective.
-
-    model: a plain one or a DistributedDataParallel; for another's gradients see `ZeroOptimizer.find_nonfinite`.
-
-    An average of DDP is not finite on any rank: to learn which rank it came from, look at a backward pass within
-    `no_sync`, or have a NonfiniteWatch on the model.
-    """
-    if trainer_of_model(model) is not None:
-        raise ConfigurationError(
-            "find_nonfinite_gradients: a ZeroOptimizer trains this model; use its find_nonfinite()"
-        )
-    _, plain = plain_model(model)
-    given = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    nonfinite = [name for name, fine in zip(given, are_finite(given.values()), strict=True) if not fine]
-    return _of_all_ranks(default_communicator(process_group), nonfinite[::-1])
-
-
 class NonfiniteWatch:
     """Looks at every gradient as autograd makes it, before any averaging. Reads all gradients once more: not for free.
 
@@ -71,8 +48,8 @@ class NonfiniteWatch:
         self._handles = [p.register_hook(_record(name, self.found)) for name, p in named if p.requires_grad]
 
     def find(self, process_group: Communicator | None = None) -> Found | None:
-        """(parameter, rank) of what all ranks found, or None; every rank's first one comes first. Collective."""
-        return _of_all_ranks(default_communicator(process_group), self.found)
+        """Lists (parameter, rank) of what all ranks found, or None; every rank's first one comes first. Collective."""
+        return of_all_ranks(default_communicator(process_group), self.found)
 
     def clear(self) -> None:
         """Forgets what was found."""
@@ -92,7 +69,8 @@ def _record(name: str, found: list[str]) -> Callable[[torch.Tensor], None]:
     return hook
 
 
-def _of_all_ranks(comm: Communicator, nonfinite: list[str]) -> Found | None:
+def of_all_ranks(comm: Communicator, nonfinite: list[str]) -> Found | None:
+    """Lists (parameter, rank) of what each rank has found, first ones first; None if none has. Collective."""
     everyone = all_gather_object(comm, nonfinite)
     placed = [(place, rank, name) for rank, names in enumerate(everyone) for place, name in enumerate(names)]
     return [(name, rank) for _, rank, name in sorted(placed)] or None

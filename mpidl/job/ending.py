@@ -37,7 +37,7 @@ from typing import NoReturn
 import torch
 
 from collectives import Communicator, OperationError
-from collectives.diagnostics import PASS_ON_S, exit_status, say
+from collectives.diagnostics import PASS_ON_S, exit_status, print_to_stderr
 
 from ..digest import DIGEST, digest
 
@@ -91,12 +91,12 @@ class _Ending:
     ) -> NoReturn:
         text = "".join(traceback.format_exception(kind, error, trace))
         if self._has_news("".join(traceback.format_exception_only(kind, error))):
-            say(f"mpidl: rank {self._comm.rank} of {self._comm.size}{where} ends the job: {text}")
+            print_to_stderr(f"mpidl: rank {self._comm.rank} of {self._comm.size}{where} ends the job: {text}")
         _end(self._comm, 1)
 
     def _interrupted(self) -> NoReturn:
         if self._has_news("interrupted"):
-            say(f"mpidl: rank {self._comm.rank} of {self._comm.size} ends the job: interrupted\n")
+            print_to_stderr(f"mpidl: rank {self._comm.rank} of {self._comm.size} ends the job: interrupted\n")
             _end(self._comm, INTERRUPTED)
         time.sleep(10 * PASS_ON_S)  # the one that has said so ends all
         _end(self._comm, INTERRUPTED)
@@ -224,6 +224,6 @@ def _end_with_failed_writes() -> None:
     removes `TEMP_PATHS`.
     """
     for comm, text in BACKGROUND_ERRORS.values():
-        say(f"mpidl: rank {comm.rank} of {comm.size} ends the job: {text}\n")
+        print_to_stderr(f"mpidl: rank {comm.rank} of {comm.size} ends the job: {text}\n")
     for comm, _ in BACKGROUND_ERRORS.values():
         _end(comm, exit_status.noted() or 1)

@@ -31,7 +31,7 @@ _STEP: CodeType = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__cod
 
 
 def _name(code: CodeType) -> tuple[str, str]:
-    """Returns the file and the function as a Call has them."""
+    """Returns the file and the function as a StackFrame has them."""
     return code.co_filename.encode("ascii", "backslashreplace").decode(), code.co_name
 
 

@@ -14,8 +14,8 @@ import platform
 import torch
 
 from collectives import Communicator
-from collectives.devices import take_turn, why_not
-from collectives.diagnostics import tell, usable, witnessed
+from collectives.devices import select_gpu, unusable_reason
+from collectives.diagnostics import has_launcher, send_processes, usable
 
 from ..errors import TrainingError, UsageError
 from .ending import end_job_with_any_rank
@@ -50,8 +50,8 @@ def init(*, export_ranks: bool = False) -> Communicator:
         comm = Communicator()
         end_job_with_any_rank(comm)
         ranks = gather_pickled(comm, (platform.node(), os.getpid(), sorted(usable())))
-        if comm.local_rank == 0 and witnessed():
-            tell([(node, process) for node, process, _ in ranks])
+        if comm.local_rank == 0 and has_launcher():
+            send_processes([(node, process) for node, process, _ in ranks])
         _divide_cores(comm, [cores for node, _, cores in ranks if node == platform.node()])
         _default = comm
     if export_ranks:
@@ -74,10 +74,10 @@ def pick_device(comm: Communicator, kind: str = "cuda") -> torch.device:
         raise UsageError(f"device: got {kind!r}; needs cpu or cuda")
     if kind == "cpu":
         return torch.device("cpu")
-    why = why_not()
+    why = unusable_reason()
     if why:
         raise UsageError(f"device cuda: no GPU can be used here: {why}")
-    return take_turn(comm.local_rank)
+    return select_gpu(comm.local_rank)
 
 
 def default_communicator(given: Communicator | None) -> Communicator:

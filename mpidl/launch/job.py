@@ -24,7 +24,7 @@ from pathlib import Path
 from collectives.diagnostics import JOB, Witness, directories, mapped
 
 from ..job.control_group import killed_for_memory
-from ..resuming import CAME_TO
+from ..resuming import NEWEST_CHECKPOINT
 from .command import is_launcher
 from .report import Report
 from .streams import Stream
@@ -52,7 +52,7 @@ class Job:
         # This process is not part of MPI, and said so to mpi4py by a variable that ranks must not see.
         environment = {name: value for name, value in os.environ.items() if name != "MPI4PY_RC_INITIALIZE"}
         if came_to is not None:
-            environment[CAME_TO] = came_to
+            environment[NEWEST_CHECKPOINT] = came_to
         self.report = Report(Witness(self.token))
         # MPICH tells on standard output which process was killed.
         self._streams = [Stream(pty.STDERR_FILENO), Stream(pty.STDOUT_FILENO)]

@@ -157,7 +157,7 @@ class SavedActivations:
         return self._model is not None and any(p.untyped_storage()._cdata == key for p in self._model.parameters())
 
     def forget(self, key: int) -> None:
-        """One operation has given up a storage."""
+        """Notes that an operation has dropped a storage."""
         self._times[key] -= 1
         if not self._times[key]:
             del self._times[key]

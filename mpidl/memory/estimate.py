@@ -34,7 +34,7 @@ from ..optim.rank_mean import METHODS
 from ..tensor import Plan
 from ..tensor.counting import outline
 from ..zero.gradients.buffer_pool import ROTATING
-from ..zero.parameters.units import cut
+from ..zero.parameters.units import cut_into_units
 from .optimizer_state import WHOLE, StateBytes, name_of, state_of
 from .process import MIB
 
@@ -86,13 +86,13 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class _Whole:
+class _UncutBytes:
     """Bytes of a model that no engine has cut.
 
     buckets: of the gradient buckets of stage 2 that are there at a time.
     ddp_buckets: of those of DDP that steps in the backward pass: the one that fills and the two largest of each dtype.
     unit: of the largest unit of stage 3.
-    own: of the model's own.
+    own: of the parameters outside all units.
     unit_gradients: of the gradient buckets of stage 3 that are there at a time. Gradients and their buckets in the
         dtype in which they are reduced.
     trained: how many parameters, and shapes: theirs, if they are known.
@@ -206,7 +206,7 @@ def estimate(
     def share(nbytes: int, cut_from: int) -> int:
         return -(-nbytes // over) if stage >= cut_from else nbytes
 
-    def of(whole: _Whole) -> Estimate:
+    def estimate_of(whole: _UncutBytes) -> Estimate:
         state_share = whole.optimizer if whole_state else share(whole.optimizer, 1)
         passing = {0: whole.ddp_buckets, 1: whole.buckets, 2: whole.buckets, 3: whole.unit_gradients}
         buckets = passing[stage] if step_in_backward or stage > 1 else 0  # else they are where the gradients lie
@@ -231,7 +231,7 @@ def estimate(
             compression=kept,
         )
 
-    return max(map(of, held), key=lambda each: each.total)
+    return max(map(estimate_of, held), key=lambda each: each.total)
 
 
 def _check(
@@ -273,23 +273,26 @@ def _without_tp(ranks: int, nodes: int, tp: int, tp_rank: int | None, slots: int
     """Returns the number of ranks of dp, and over how many nodes they lie. Raises ConfigurationError."""
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1 or ranks % tp:
         raise ConfigurationError(f"tp: got {tp!r}; needs a whole number that divides {ranks} ranks")
-    each = ranks // nodes
-    if tp % each and each % tp:
-        raise ConfigurationError(f"tp: got {tp} with {each} ranks a node; needs a divisor of them, or whole nodes")
+    ranks_per_node = ranks // nodes
+    if tp % ranks_per_node and ranks_per_node % tp:
+        raise ConfigurationError(
+            f"tp: got {tp} with {ranks_per_node} ranks a node; needs a divisor of them, or whole nodes"
+        )
     if tp_rank is not None and not 0 <= tp_rank < tp:
         raise ConfigurationError(f"tp_rank: got {tp_rank!r}; needs 0 to {tp - 1}")
     if not 0 <= slots < math.inf:
         raise ConfigurationError(f"slots: got {slots!r}; needs a number of at least 0")
-    return ranks // tp, ranks // max(tp, each)
+    return ranks // tp, ranks // max(tp, ranks_per_node)
 
 
 def _check_groups(ranks: int, nodes: int, stage: int, over: int) -> None:
     if isinstance(over, bool) or not isinstance(over, int) or over < 1 or ranks % over:
         raise ConfigurationError(f"shard_ranks: got {over!r}; needs a whole number that cuts {ranks} ranks evenly")
-    each = ranks // nodes
-    if each % over and over % each:
+    ranks_per_node = ranks // nodes
+    if ranks_per_node % over and over % ranks_per_node:
         raise ConfigurationError(
-            f"shard_ranks: got {over!r} with {each} ranks a node; needs groups that cut nodes evenly, or whole nodes"
+            f"shard_ranks: got {over!r} with {ranks_per_node} ranks a node; needs groups that cut nodes evenly, or "
+            "whole nodes"
         )
     if over != ranks and stage == 0:
         raise ConfigurationError("shard_ranks: got stage 0 with it; DDP cuts nothing")
@@ -316,8 +319,8 @@ def _check_diloco(stage: int, offload: str | bool, step_in_backward: bool, compr
 
 def _of_number(
     number: float, dtype: torch.dtype, reduced: torch.dtype | None, state: StateBytes, cap: float, unit: float, tp: int
-) -> _Whole:
-    """cap: of buckets, in bytes of parameters."""
+) -> _UncutBytes:
+    """Bytes of a model of so many parameters. cap: of buckets, in bytes of parameters."""
     if isinstance(number, bool) or not isinstance(number, int | float) or not 1 <= number < math.inf:
         raise ConfigurationError(f"model: got {number!r}; needs a torch.nn.Module, or how many parameters it has")
     if unit > number:
@@ -326,7 +329,7 @@ def _of_number(
     every, largest = round(number * dtype.itemsize), round(unit * dtype.itemsize)
     itemsize = (reduced or dtype).itemsize
     gradients = round(number * itemsize)
-    return _Whole(
+    return _UncutBytes(
         parameters=every,
         buffers=0,
         gradients=gradients,
@@ -344,8 +347,8 @@ def _of_number(
 
 def _of_model(
     model: torch.nn.Module, dtype: str | None, reduced: torch.dtype | None, state: StateBytes, cap: float
-) -> _Whole:
-    """cap: of buckets, in bytes of parameters."""
+) -> _UncutBytes:
+    """Bytes of this model. cap: of buckets, in bytes of parameters."""
 
     def stand_in(p: torch.Tensor) -> torch.Tensor:
         wanted = DTYPES[dtype] if dtype and p.is_floating_point() else p.dtype
@@ -353,11 +356,11 @@ def _of_model(
 
     of = {p: stand_in(p) for p in model.parameters()}
     trained = [q for q in of.values() if q.requires_grad]
-    units = [[of[p] for p in unit.parameters] for unit in cut(model)]
+    units = [[of[p] for p in unit.parameters] for unit in cut_into_units(model)]
     buckets = [_bytes(bucket, reduced) for bucket in assign(reversed(trained), cap)]  # type: ignore[arg-type]
     of_ddp = assign(reversed(trained), cap, min(cap, FIRST_BUCKET_MB * MIB))  # type: ignore[arg-type]
     flats = [_bytes([q for q in unit if q.requires_grad], reduced) for unit in units]
-    return _Whole(
+    return _UncutBytes(
         parameters=_bytes(list(of.values())),
         buffers=_bytes(list(model.buffers())),
         gradients=_bytes(trained, reduced),
@@ -382,7 +385,7 @@ def _largest_flat(unit: Sequence[torch.Tensor]) -> int:
     return max(sizes.values(), default=0)
 
 
-def _compression(given: Compression | None, whole: _Whole, ranks: int, nodes: int, over: int) -> int:
+def _compression(given: Compression | None, whole: _UncutBytes, ranks: int, nodes: int, over: int) -> int:
     """Bytes of remainders and states. over: the ranks of a shard group; gradients are compressed between the groups."""
     if given is None:
         return 0

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,13 +77,6 @@ def settings_of(config: GPT2Config) -> dict[str, Any]:
         "bos_token_id": min(50256, config.vocab_size - 1),
         "eos_token_id": min(50256, config.vocab_size - 1),
     }
-
-
-def published_names(model: torch.nn.Module) -> Callable[[str], str | None]:
-    """Maps a published tensor's name to the model's; None for tensors that it has no use for."""
-    if isinstance(model, GPT2):
-        return lambda name: None if _is_mask(name) else our_name(name)
-    return lambda name: name
 
 
 def load_weights(model: GPT2, folder: str | Path) -> None:

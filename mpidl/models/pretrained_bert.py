@@ -80,13 +80,12 @@ def load_weights(model: BERT, folder: str | Path) -> None:
     Norms may have their old names, gamma and beta. Raises UsageError naming tensors that are missing, left over, or
     of another shape; the model is unchanged then.
     """
-    tensors = {
-        _our_name(name): tensor
-        for name, tensor in read_tensors(Path(folder)).items()
-        if not name.startswith(_NOT_NEEDED)
-    }
-    copy_weights(model, tensors, _TIED, Path(folder))
+    tensors = {our_name(name): tensor for name, tensor in read_tensors(Path(folder)).items()}
+    copy_weights(model, {name: tensor for name, tensor in tensors.items() if name is not None}, _TIED, Path(folder))
 
 
-def _our_name(name: str) -> str:
+def our_name(name: str) -> str | None:
+    """A published tensor's name in BERT; None for what it does not need."""
+    if name.startswith(_NOT_NEEDED):
+        return None
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")

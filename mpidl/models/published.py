@@ -1,4 +1,4 @@
-"""Settings files of published weights, with which transformers' `from_pretrained` opens them.
+"""Published weights: the names of their tensors, and the files with which transformers' `from_pretrained` opens them.
 
 config.json               the architecture and its sizes: of a GPT2 or BERT of this package, or of transformers
 generation_config.json    how a model of transformers generates text, if it does
@@ -7,6 +7,7 @@ generation_config.json    how a model of transformers generates text, if it does
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,15 @@ from .gpt2 import GPT2
 CONFIG, GENERATION = "config.json", "generation_config.json"
 FILES = (CONFIG, GENERATION)
 _OF_DTYPE = ("dtype", "torch_dtype")  # the setting's name, and its former one
+
+
+def published_names(model: torch.nn.Module) -> Callable[[str], str | None]:
+    """Returns a function from a published tensor's name to the model's, or to None if the model does not need it."""
+    if isinstance(model, GPT2):
+        return pretrained.our_name
+    if isinstance(model, BERT):
+        return pretrained_bert.our_name
+    return lambda name: name
 
 
 def published_files(model: torch.nn.Module) -> dict[str, str]:

@@ -10,7 +10,7 @@ Network Training by Reducing Internal Covariate Shift", algorithm 1.
 
 Who runs what: the thread of the forward or backward pass, between the collectives of DDP and ZeRO, whose order may
 differ between ranks that reach other parameters. So these have a Communicator of their own, one for all layers, on
-which every rank runs the layers in the same order.
+which every rank runs the layers in the same order. So no rank waits in a layer for a rank that waits in a bucket.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..mesh import Mesh
 from ..mesh.groups import DATA, checked, data_group
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_HEADER = 4  # count, channels, dtype, whether a gradient flows back
+_HEADER = 4  # count, channels, dtype, needs_gradient
 
 _duplicates: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKeyDictionary()
 
@@ -113,14 +113,14 @@ class SyncBatchNorm(_BatchNorm):
         if group.size == 1 and not mixed:
             return super().forward(input)
         comm = _duplicate(group)
-        flows = torch.is_grad_enabled() and input.requires_grad
-        count, mean, m2 = _whole_statistics(input, self.num_features, flows, comm)
+        needs_gradient = torch.is_grad_enabled() and input.requires_grad
+        count, mean, m2 = _whole_statistics(input, self.num_features, needs_gradient, comm)
         if count == 1:
             whole = torch.Size([1, self.num_features, *[1] * (input.dim() - 2)])
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {whole}")
         mean, m2 = mean.to(input.device), m2.to(input.device)
         self._track(count, mean, m2)
-        mean, variance = mean.to(_kind(input)), (m2 / max(count, 1)).to(_kind(input))
+        mean, variance = mean.to(_statistics_dtype(input)), (m2 / max(count, 1)).to(_statistics_dtype(input))
         output: torch.Tensor = _Normalize.apply(input, self.weight, self.bias, mean, variance, count, self.eps, comm)  # type: ignore[no-untyped-call]
         return output
 
@@ -180,19 +180,19 @@ def _duplicate(group: Communicator) -> Communicator:
 
 @torch.no_grad()
 def _whole_statistics(
-    x: torch.Tensor, channels: int, flows: bool, comm: Communicator
+    x: torch.Tensor, channels: int, needs_gradient: bool, comm: Communicator
 ) -> tuple[int, torch.Tensor, torch.Tensor]:
     """Count, mean and M2 (float64, one a channel) of all ranks' samples; bitwise the same everywhere. Collective.
 
     They go through the host's memory wherever x is: the host has to see the count and what is wrong with an input.
-    flows: a gradient will flow back to x. It is sent with the statistics, like all that must be the same on the ranks,
-    so that they raise the same error where it differs.
+    needs_gradient: of x. It is sent with the statistics, like all that must be the same on the ranks, so that they
+    raise the same error where it differs.
     """
     own = torch.zeros(_HEADER + 2 * channels, dtype=torch.float64)
-    found = x.shape[1] if x.dim() >= 2 else -1
+    given_channels = x.shape[1] if x.dim() >= 2 else -1
     dtype = _DTYPES.index(x.dtype) if x.dtype in _DTYPES else -1
-    count = x.numel() // channels if found == channels and dtype >= 0 else 0
-    own[:_HEADER] = torch.tensor([count, found, dtype, flows])
+    count = x.numel() // channels if given_channels == channels and dtype >= 0 else 0
+    own[:_HEADER] = torch.tensor([count, given_channels, dtype, needs_gradient])
     if count:
         mean, variance = _statistics(x)
         own[_HEADER:] = torch.cat([mean.double(), variance.double() * count])
@@ -206,15 +206,15 @@ def _whole_statistics(
 
 
 def _check(headers: torch.Tensor, channels: int) -> None:
-    """Raises what is wrong with the first rank's input with which something is."""
-    for rank, (_, found, dtype, flows) in enumerate(headers.tolist()):
-        if found != channels:
-            got = f"{int(found)} channels" if found >= 0 else "fewer than 2 dimensions"
+    """Raises ConfigurationError for the first rank whose input does not fit."""
+    for rank, (_, given_channels, dtype, needs_gradient) in enumerate(headers.tolist()):
+        if given_channels != channels:
+            got = f"{int(given_channels)} channels" if given_channels >= 0 else "fewer than 2 dimensions"
             raise ConfigurationError(f"SyncBatchNorm: got an input of {got} on rank {rank}; needs {channels} channels")
         if dtype < 0:
             names = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
             raise ConfigurationError(f"SyncBatchNorm: got an input of another dtype on rank {rank}; needs {names}")
-        if flows != headers[0, 3]:
+        if needs_gradient != headers[0, 3]:
             with_it, without = (0, rank) if headers[0, 3] else (rank, 0)
             raise ConfigurationError(
                 f"SyncBatchNorm: got an input that needs a gradient on rank {with_it} and one that does not on rank "
@@ -222,7 +222,7 @@ def _check(headers: torch.Tensor, channels: int) -> None:
             )
 
 
-def _kind(x: torch.Tensor) -> torch.dtype:
+def _statistics_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype in which it is computed."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
@@ -233,7 +233,8 @@ def _statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     torch's kernel accumulates in double for the plain memory format, but in single for channels_last, where 10^5
     values near 10^4 leave nothing of a variance of 1; so those are brought into the plain format.
     """
-    like = torch.zeros(x.shape[1], dtype=_kind(x), device=x.device)  # 16-bit inputs get fp32 statistics by it
+    # 16-bit inputs get fp32 statistics by it.
+    like = torch.zeros(x.shape[1], dtype=_statistics_dtype(x), device=x.device)
     mean, variance = torch.batch_norm_update_stats(x.contiguous(), like, like.clone(), 0.0)
     return mean, variance
 

@@ -239,7 +239,7 @@ class PostLocalSGDState:
 
     @property
     def steps(self) -> int:
-        """How many steps, or passes, there were."""
+        """The number of steps, or passes, that there were."""
         return self._passes if self._averager is None else self._averager.steps
 
     def pass_ends(self) -> None:

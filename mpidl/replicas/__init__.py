@@ -1,7 +1,6 @@
-"""State that all ranks hold: made equal to rank 0's, and compared.
+"""State that all ranks hold: made equal to rank 0's, and compared before the first step.
 
-broadcast      sends rank 0's parameters and buffers to all
-start_check    compares models and settings before the first step, and names what differs
-replica_check  `mpidl.check_replicas`: compares parameters and states during the training
-checksums      8 bytes of a tensor, by which it is compared
+broadcast    sends rank 0's parameters and buffers to all
+start_check  compares models and settings before the first step, and names what differs
+checksums    8 bytes of a tensor, by which it is compared
 """

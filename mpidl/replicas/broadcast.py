@@ -8,7 +8,8 @@ import torch
 
 from collectives import Communicator
 
-TOGETHER_BYTES = 2**25  # bytes; a buffer of so many goes back to the system, where smaller ones may stay with malloc
+# 32 MiB: malloc returns a buffer of this size to the system when it is freed; it may keep smaller ones.
+TOGETHER_BYTES = 2**25
 
 
 def broadcast_states(comm: Communicator, tensors: Iterable[torch.Tensor], root: int = 0) -> None:
@@ -25,9 +26,9 @@ def broadcast_states(comm: Communicator, tensors: Iterable[torch.Tensor], root: 
     for group in by_dtype.values():
         chunks = _chunks(group)
         sizes = [sum(t.numel() for t in chunk) for chunk in chunks if len(chunk) > 1]
-        room = group[0].new_empty(min(sum(sizes), TOGETHER_BYTES // group[0].itemsize))
+        buffer = group[0].new_empty(min(sum(sizes), TOGETHER_BYTES // group[0].itemsize))
         for chunk in chunks:
-            _broadcast(comm, chunk, room, root)
+            _broadcast(comm, chunk, buffer, root)
 
 
 def _chunks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -47,14 +48,14 @@ def _chunks(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return alone + together
 
 
-def _broadcast(comm: Communicator, chunk: Sequence[torch.Tensor], room: torch.Tensor, root: int) -> None:
+def _broadcast(comm: Communicator, chunk: Sequence[torch.Tensor], buffer: torch.Tensor, root: int) -> None:
     if len(chunk) == 1:
         whole = chunk[0].contiguous()
         comm.broadcast(whole, root)
         if whole is not chunk[0]:
             chunk[0].copy_(whole)
         return
-    flat = room[: sum(t.numel() for t in chunk)]
+    flat = buffer[: sum(t.numel() for t in chunk)]
     torch.cat([tensor.reshape(-1) for tensor in chunk], out=flat)
     comm.broadcast(flat, root)
     for tensor, part in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):

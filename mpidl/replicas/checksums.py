@@ -33,7 +33,7 @@ def checksum(tensor: torch.Tensor) -> bytes:
     data: Any = flat.view(torch.uint8).cpu().numpy()
     whole = data.size // (8 * _COLUMNS) * (8 * _COLUMNS)
     if whole:
-        digest.update(_taken_in(data[:whole].view(np.uint64).reshape(-1, _COLUMNS)))
+        digest.update(_fold_rows(data[:whole].view(np.uint64).reshape(-1, _COLUMNS)))
     digest.update(data[whole:])
     return digest.digest()
 
@@ -46,8 +46,11 @@ def sample(flat: torch.Tensor) -> torch.Tensor:
     return flat[:: max(1, flat.numel() // _SAMPLES - 1) | 1]
 
 
-def _taken_in(rows: Any) -> Any:
-    """One row that tells of all and of their order: each step maps the values so far one to one, and adds the next."""
+def _fold_rows(rows: Any) -> Any:
+    """Folds all rows into one that depends on each and on their order.
+
+    Each step maps the values so far one to one, and adds the next row.
+    """
     sums, high = rows[0].copy(), np.empty(_COLUMNS, np.uint64)
     for row in rows[1:]:
         np.multiply(sums, _FACTOR, out=sums)

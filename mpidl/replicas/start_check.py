@@ -23,9 +23,9 @@ def check_settings_agree(comm: Communicator, of: str, settings: Mapping[str, Any
     everyone = all_gather_object(comm, {name: repr(value) for name, value in settings.items()})
     for rank, other in enumerate(everyone):
         for name in {**everyone[0], **other}:
-            mine, theirs = everyone[0].get(name, "(nothing)"), other.get(name, "(nothing)")
-            if mine != theirs:
-                raise ModelMismatch(f"{of}: rank 0 has {name}={mine}, rank {rank} has {name}={theirs}")
+            of_rank_0, of_rank = everyone[0].get(name, "(nothing)"), other.get(name, "(nothing)")
+            if of_rank_0 != of_rank:
+                raise ModelMismatch(f"{of}: rank 0 has {name}={of_rank_0}, rank {rank} has {name}={of_rank}")
 
 
 def _order(p: torch.Tensor) -> str:
@@ -61,6 +61,6 @@ def check_models_agree(comm: Communicator, model: torch.nn.Module, ignored: Cont
     for rank, other in enumerate(models):
         if other == models[0]:
             continue
-        for mine, theirs in zip([*models[0], "nothing more"], [*other, "nothing more"], strict=False):
-            if mine != theirs:
-                raise ModelMismatch(f"the ranks' models differ: rank 0 has {mine}, rank {rank} has {theirs}")
+        for of_rank_0, of_rank in zip([*models[0], "nothing more"], [*other, "nothing more"], strict=False):
+            if of_rank_0 != of_rank:
+                raise ModelMismatch(f"the ranks' models differ: rank 0 has {of_rank_0}, rank {rank} has {of_rank}")

@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import ConfigurationError, ModelMismatch
 from ..job.objects import all_gather_object, broadcast_object
 from ..mesh import placement
-from ..module_tensors import become
+from ..module_tensors import swap_in_place
 from .tensor_parallel import ATTRIBUTE, TensorParallel
 
 Views = list[tuple[Any, dict[torch.Tensor, Any]]]
@@ -76,9 +76,9 @@ def materialize(model: nn.Module) -> nn.Module:
 def give_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Makes a tensor on the meta device an ordinary one with this value, in place."""
     if isinstance(tensor, nn.Parameter):
-        become(tensor, nn.Parameter(value, tensor.requires_grad))
+        swap_in_place(tensor, nn.Parameter(value, tensor.requires_grad))
     else:
-        become(tensor, value)
+        swap_in_place(tensor, value)
 
 
 def _part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ _TAKES_SIZES = re.compile(
 
 @dataclass
 class Flow:
-    """Where values go.
+    """The ways that values take.
 
     leaks: elsewhere than to `end`.
     unknown: the first thing done to them that is not known.

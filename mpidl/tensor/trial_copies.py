@@ -22,7 +22,7 @@ from torch import nn
 from collectives import Communicator
 
 from ..mesh import placement
-from ..module_tensors import become, tensors_in
+from ..module_tensors import swap_in_place, tensors_in
 from .styles import Argument
 from .tensor_parallel import Dropouts
 
@@ -178,13 +178,13 @@ class Copies:
         block = copy.deepcopy(self._template)
         for number, (name, p) in enumerate(block.named_parameters()):
             values = _values(name, p, 997 * number, self._dtype).to(self._device)
-            become(p, nn.Parameter(values, p.requires_grad and values.is_floating_point()))
+            swap_in_place(p, nn.Parameter(values, p.requires_grad and values.is_floating_point()))
         own = dict(self._real.named_buffers())
         for name, b in block.named_buffers():
             if own[name].is_meta:
                 raise CannotTry(f"{name} has no values yet")
             values = own[name].detach().clone()
-            become(b, values.to(self._dtype) if values.is_floating_point() else values)
+            swap_in_place(b, values.to(self._dtype) if values.is_floating_point() else values)
         self._undo.append(Dropouts(block).end())
         return block.train(self.training)
 
@@ -248,7 +248,7 @@ class Copies:
         return f"{what} differs by {difference:.1g} of its largest element"
 
     def _sensitivity(self, difference: float) -> float:
-        """How much of an output a slight change of the input makes, where roundings within grow beyond the dtype's."""
+        """The change of an output by a slight change of the input, where roundings within grow beyond the dtype's."""
         if difference > _CLEARLY:
             return 0.0
         before = self._run(self._copy())

@@ -21,11 +21,11 @@ import torch
 
 from collectives import Communicator
 
-from ..comm_hooks import Hook
-from ..comm_hooks import check as check_hook
 from ..errors import ConfigurationConflict, TrainingError
-from ..gradients.buckets import facts
+from ..gradients.buckets import bucket_stats
 from ..gradients.compression import Compression, Compressor
+from ..gradients.grad_bucket import Hook
+from ..gradients.hook_check import check_hook
 from ..gradients.nonfinite import NonfiniteWatch
 from ..mesh import Mesh
 from ..optimizer_trial import without_parameters
@@ -39,7 +39,7 @@ from .construction.unfreeze import add_group
 from .construction.unwrapping import unwrap
 from .copy_guard import refuse_copy
 from .gradients import clip_and_unscale
-from .gradients.zero_grad import clears_with
+from .gradients.zero_grad import install_zero_grad
 from .offload import Offload
 from .optimizer_parts import Parts
 from .parameters.units import UnitRule
@@ -71,7 +71,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     process_group: the Communicator; by default the world.
     mesh: a `Mesh`, in place of process_group: state is cut over its dp x cp, and clip_grad_norm_ takes the norm of the
         whole model over pp and tp too.
-    units: what stage 3 gathers at a time (`zero.units.cut`).
+    units: what stage 3 gathers at a time (`zero.parameters.units.cut_into_units`).
     precision: the dtypes of parameters and of the reduction, in place of the model's own (`zero.Precision`).
     bucket_cap_mb: size of the gradient buckets of stages 1 and 2, in MiB.
     share_in_node: if all ranks are on one node, stage 3 keeps one copy of the parameters in memory that they share, and
@@ -159,8 +159,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             compress_parameters=compress_parameters,
         )
         self._installed: Parts | None = None
-        parts = build(self, model, optimizer_class, options, kwargs, _weakly(self._before_backward_steps))
-        clears_with(parts.model, self)
+        parts = build(self, model, optimizer_class, options, kwargs, _call_or_raise(self._before_backward_steps))
+        install_zero_grad(parts.model, self)
         self._comm, self._prototype = parts.comm, parts.prototype
         self._is_built = False
         pairs = zip(parts.prototype.param_groups, parts.param_groups, strict=True)
@@ -218,7 +218,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         clip_and_unscale.clip_value(self._parts, clip_value)
 
     def unscale_(self, inverse_scale: float) -> bool:
-        """Multiplies the gradients, 16-bit ones from here on in fp32; whether one on this rank was not finite.
+        """Multiplies the gradients, 16-bit ones from here on in fp32; returns True if one on this rank was not finite.
 
         For GradScaler, which lets all ranks agree on it. Not collective.
         """
@@ -308,7 +308,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def gathered(
         self, module: torch.nn.Module | None = None, writable: bool = True, from_rank: int | None = None
     ) -> AbstractContextManager[None]:
-        """Inside, the parameters of `module` (default: the model) are whole on every rank. Collective.
+        """Context in which every rank holds the parameters of `module` (default: the model) whole. Collective.
 
         writable: they may be changed if every rank makes the same change. The model may be run without gradients on
             some ranks only, to sample from it, say; not to change them saves a copy.
@@ -379,7 +379,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def owned_state(self) -> OwnedState:
         """This rank's slices of the parameters and gradients; the state of a slice is in `state`.
 
-        Waits for a delayed update that is under way, and leaves it unseen. Collective.
+        Waits for a delayed update that is under way, and leaves it unpublished. Collective.
         """
         return states.owned_state(self._parts)
 
@@ -441,7 +441,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return replace(self._parts.parameters.traffic, **self._parts.shard_reducer.counted)
 
     def stats(self) -> dict[str, Any]:
-        """Tells how training is laid out now, in what JSON has, for a log. Not collective.
+        """Describes how training is laid out now, as JSON values for a log. Not collective.
 
         buckets: the names of the parameters whose gradients are reduced together, in the order in which they are; in
             stage 3 those of one unit.
@@ -454,7 +454,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         parts = self._parts
         inner, replica_comm = parts.inner, parts.shard_group.replica_comm
         return {
-            **facts(parts.shard_reducer.queue.buckets, self.parameter_names()),
+            **bucket_stats(parts.shard_reducer.queue.buckets, self.parameter_names()),
             "shard_ranks": parts.shard_group.size,
             "replicas": 1 if replica_comm is None else replica_comm.size,
             "steps_on": "wholes" if inner.needs_wholes else "replicas" if inner.updates_wholes else "slices",
@@ -462,8 +462,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         }
 
 
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Calls a ZeroOptimizer's method and does not keep the optimizer, as the model's hooks lead here."""
+def _call_or_raise(method: Callable[[], None]) -> Callable[[], None]:
+    """Returns a function that calls a ZeroOptimizer's method, and raises once the optimizer is gone.
+
+    It does not keep the optimizer, as the model's hooks lead here.
+    """
     where = weakref.WeakMethod(method)
 
     def call() -> None:

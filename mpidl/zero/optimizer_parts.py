@@ -18,13 +18,13 @@ from .gradients.grad_attribute import GradAttributes
 from .gradients.reduced_gradients import ReducedGradients
 from .gradients.shard_reducer import ShardReducer
 from .parameter_shard import ParameterShard
-from .parameters.gathered_block import WholeParameters
+from .parameters.gathered_block import GatheredBlocks
 from .parameters.strategy import ParameterStrategy
 from .parameters.weight_guard import WeightGuard
 from .shard_group import ShardGroup
 from .slices import Slice
 from .states.whole_states import StateNames
-from .stepping.backward_steps import BackwardSteps
+from .stepping.backward_steps import BackwardShardSteps
 from .stepping.inner import InnerOptimizer
 
 if TYPE_CHECKING:  # at run time with compress=, offload= or tp alone: few programs need them
@@ -57,7 +57,7 @@ class Parts:
     inner: steps on the slices' values.
     offloaded: the same, where state is offloaded; else None.
     guard: refuses weights that were changed from outside.
-    whole: the `gathered` blocks.
+    gathered_blocks: the `gathered` blocks.
     backward_steps: makes the steps in the backward pass, with step_in_backward; else None.
     compressed: reduces the gradients, with `compress=`; else None.
     hooks: list of handles on the model, to be removed.
@@ -84,8 +84,8 @@ class Parts:
     inner: InnerOptimizer
     offloaded: OffloadedOptimizer | None
     guard: WeightGuard
-    whole: WholeParameters
-    backward_steps: BackwardSteps | None
+    gathered_blocks: GatheredBlocks
+    backward_steps: BackwardShardSteps | None
     compressed: CompressedReduction | None
     hooks: list[Any]
     dtypes: dict[torch.nn.Parameter, torch.dtype]

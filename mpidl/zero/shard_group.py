@@ -13,7 +13,8 @@ The agreements of a pass and of a step are over all ranks, those of all shard gr
 Operations of a backward pass run on duplicates that this engine alone has: the buckets of several engines in one pass
 may fill in another order on each rank. One duplicate is over all ranks: on it the operations are queued, in its
 progress thread. With replicas, an operation there uses one over the shards and one over the replicas, which queue
-nothing.
+nothing. Each engine has its own queue, with one order on every rank, so engines that fill in different orders do not
+wait for each other.
 
 Source: Zhao et al. 2023, "PyTorch FSDP", section 3.2.2.
 """
@@ -63,7 +64,7 @@ class ShardGroup:
         return pooled.comm
 
     @classmethod
-    def of(cls, world: Communicator, given: Communicator | str | None) -> ShardGroup:
+    def from_argument(cls, world: Communicator, given: Communicator | str | None) -> ShardGroup:
         """Makes the group from ZeroOptimizer's argument `shard_group`. Collective."""
         check_everywhere(world, lambda: _check_kind(given))
         check_settings_agree(world, "shard_group", {"kind": given if isinstance(given, str) else type(given).__name__})
@@ -73,10 +74,10 @@ class ShardGroup:
             _check_sizes(world, given)  # before any operation on groups that may not fit together
             leader = np.array([world.rank])
             given.broadcast(leader)
-            shards, same = given, world.split(given.rank, int(leader[0]))
-            assert same is not None
-            replicas = same
-            check_everywhere(world, lambda: _check_split(world, given, same))
+            shards, same_rank_comm = given, world.split(given.rank, int(leader[0]))
+            assert same_rank_comm is not None
+            replicas = same_rank_comm
+            check_everywhere(world, lambda: _check_split(world, given, same_rank_comm))
         else:
             try:
                 found = _by_node.get(world) or world.split_by_node()
@@ -103,18 +104,18 @@ class ShardGroup:
 
     def gather(self, out: torch.Tensor | None, x: torch.Tensor, counts: list[int]) -> None:
         """Gathers all shards into rank 0's `out`, one behind the other. Collective."""
-        if self.is_first:
+        if self.has_root:
             self.shard_comm.gather(out, x, counts=counts)
 
     def scatter(self, out: torch.Tensor, x: torch.Tensor | None, counts: list[int]) -> None:
         """Scatters rank 0's `x`; `out` becomes this rank's part. Collective."""
-        if self.is_first:
+        if self.has_root:
             self.shard_comm.scatter(out, x, counts=counts)
         if self.replica_comm is not None:
             self.replica_comm.broadcast(out)
 
     @property
-    def is_first(self) -> bool:
+    def has_root(self) -> bool:
         """Tells if rank 0 of all is among the ranks that have shards with this one."""
         return self.replica_comm is None or self.replica_comm.rank == 0
 

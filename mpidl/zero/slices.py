@@ -30,13 +30,13 @@ class Slice:
 
     def __init__(self, shard: ParameterShard, number: int, piece: Piece) -> None:
         self.shard, self.number, self.piece = shard, number, piece
-        own = self.of(shard.values)
+        own = self.view_in(shard.values)
         self.is_master = own.dtype in (torch.float16, torch.bfloat16)
         if self.is_master:
             own = own.float()
         self.values = torch.nn.Parameter(own)
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
+    def view_in(self, flat: torch.Tensor) -> torch.Tensor:
         """This slice's place in a shard of parameters or of gradients."""
         return flat[self.piece.offset : self.piece.offset + self.piece.stop - self.piece.start]
 
@@ -48,7 +48,7 @@ class Slice:
 
     def attach(self, gradient: torch.Tensor | None) -> None:
         """Points the slice's `.grad` to its part of the bucket's reduced gradient."""
-        part = None if gradient is None else self.of(gradient)
+        part = None if gradient is None else self.view_in(gradient)
         self.values.grad = part if part is None or part.dtype == self.values.dtype else part.to(self.values.dtype)
 
     def write_back(self) -> None:
@@ -57,13 +57,13 @@ class Slice:
         Values that the optimizer has put elsewhere, as `p.data = ...` does, come back to the shard.
         """
         if self.is_master:
-            self.of(self.shard.values).copy_(self.values.detach())
+            self.view_in(self.shard.values).copy_(self.values.detach())
             self.values.grad = None
             return
         shard = self.shard.values
         place = shard.data_ptr() + self.piece.offset * shard.element_size()
         if self.values.data_ptr() != place and self.piece.stop > self.piece.start:
-            bring_back(self.values, self.of(shard))
+            bring_back(self.values, self.view_in(shard))
 
     def publish_values(self) -> None:
         """Writes values that were set otherwise than by a step into the parameters' shard."""
@@ -72,5 +72,5 @@ class Slice:
     def update_master_from_param(self) -> None:
         """Updates the master where the parameters' shard was changed; elsewhere it is finer and stays."""
         if self.is_master:
-            own, master = self.of(self.shard.values), self.values.detach()
+            own, master = self.view_in(self.shard.values), self.values.detach()
             master.copy_(torch.where(own == master.to(own.dtype), master, own.float()))

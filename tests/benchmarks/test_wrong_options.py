@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from collectives.devices import unusable_reason
+
 WRONG = {
     "bench_training": {
         "--engines=zero4": "zero4",
         "--heads=7": "heads",
         "--steps=0": "--steps: got 0",
         "--called=x": "--called",
-        **({} if torch.cuda.is_available() else {"--device=cuda": "error: --device cuda: torch sees no CUDA GPU"}),
+        **({} if torch.cuda.is_available() else {"--device=cuda": f"error: --device cuda: {unusable_reason()}"}),
     },
     "bench_learning": {
         "--methods=fp32,int9": "--methods: compress: got 'int9'; needs one of",

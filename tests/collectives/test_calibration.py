@@ -10,7 +10,7 @@ import pytest
 
 from collectives import Communicator, OperationError, calibration
 from collectives.backends import tables
-from collectives.backends.tables import ALWAYS, write_tables
+from collectives.backends.tables import NO_LIMIT, write_tables
 
 pytestmark = pytest.mark.mpi
 
@@ -37,7 +37,7 @@ def test_the_first_group_measures_and_all_ranks_have_its_tables(comm: Communicat
         assert {"all_reduce", "reduce_scatter"} <= set(kept) <= set(made.tables)
         assert {"broadcast", "reduce"} & have_a_choice <= set(kept)
         for operation, rows in kept.items():
-            assert made.tables[operation][: len(rows)] == tuple((limit or ALWAYS, name) for limit, name in rows)
+            assert made.tables[operation][: len(rows)] == tuple((limit or NO_LIMIT, name) for limit, name in rows)
             assert {name for _, name in rows} <= set(made.algorithms(operation))
         x = np.full(100_000, made.rank + 1.0)
         made.all_reduce(x)
@@ -49,10 +49,10 @@ def test_the_first_group_measures_and_all_ranks_have_its_tables(comm: Communicat
 @pytest.mark.ranks(2, 3, 4)
 def test_a_later_job_reads_the_file(comm: Communicator, cache: Path) -> None:
     if comm.rank == 0:
-        write_tables(cache, calibration.machine(), comm.layout, {"broadcast": [(ALWAYS, "tree")]})
+        write_tables(cache, calibration.machine(), comm.layout, {"broadcast": [(NO_LIMIT, "tree")]})
     comm.barrier()
     with Communicator() as made:
-        assert made.tables["broadcast"][0] == (ALWAYS, "tree")
+        assert made.tables["broadcast"][0] == (NO_LIMIT, "tree")
 
 
 @pytest.mark.ranks(2)
@@ -94,4 +94,4 @@ def test_turned_off_the_fallback_holds(comm: Communicator, cache: Path, monkeypa
     monkeypatch.setenv(calibration.CALIBRATE, "0")
     with Communicator() as made:
         assert not cache.exists()
-        assert made.tables["all_reduce"][-1] == (ALWAYS, "mpi")
+        assert made.tables["all_reduce"][-1] == (NO_LIMIT, "mpi")

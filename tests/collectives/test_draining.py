@@ -40,9 +40,10 @@ def test_a_drain_hook_can_be_taken_back(comm: Communicator) -> None:
 def test_the_watchdog_sees_no_wait_of_a_rank_that_is_exempt(comm: Communicator) -> None:
     inside: list[bool] = []
     with comm.duplicate() as group:
+        positions = group._dispatch.positions
 
         def look() -> None:
-            inside.append(group._dispatch.positions.own().inside)
+            inside.append(positions.all()[positions.rank].inside)
 
         group.compound("look", look)
         exempt_from_watchdog(group)

@@ -271,7 +271,7 @@ def test_ranks_that_wait_for_different_ones_are_told(shared: Communicator) -> No
     made = [shared.partitioned_all_reduce([x]) for x in pair]
     mine = min(shared.rank, 1)
     made[mine].hand_in(pair[mine])
-    with pytest.raises(MismatchError, match="different partitioned_all_reduce"):
+    with pytest.raises(MismatchError, match="to different PartitionedAllReduce objects"):
         made[mine].wait()
 
 

@@ -21,7 +21,7 @@ from collectives.backends.schedule_backend import ScheduleBackend
 from collectives.backends.selection import Selection
 from collectives.backends.symmetric.backend import Symmetric
 from collectives.backends.symmetric_or_mpi import SymmetricOrLibrary
-from collectives.backends.tables import ALWAYS, default_tables, library, read_tables, tuning_path, write_tables
+from collectives.backends.tables import NO_LIMIT, default_tables, library, read_tables, tuning_path, write_tables
 from collectives.base.buffers import describe
 from collectives.calibration import cache_path, table_of
 from collectives.group import setup
@@ -49,10 +49,10 @@ def test_a_table_changes_where_times_meet_and_only_for_a_clear_gain() -> None:
         (64000, {"mpi": 16.0, "ring": 5.0}),
     ]
     ((limit, first), last) = table_of(measured)
-    assert (first, last) == ("mpi", (ALWAYS, "ring"))
+    assert (first, last) == ("mpi", (NO_LIMIT, "ring"))
     assert limit == pytest.approx(4000, rel=0.03), "the two are nearly equal there"
     measured[1] = (4000, {"mpi": 2.0, "ring": 4.0})
-    assert table_of(measured) == ((8000, "mpi"), (ALWAYS, "ring")), "as far from equal at both sizes"
+    assert table_of(measured) == ((8000, "mpi"), (NO_LIMIT, "ring")), "as far from equal at both sizes"
 
 
 def test_the_tuner_writes_what_auto_reads(mpirun: Callable, tmp_path: Path) -> None:
@@ -72,9 +72,9 @@ def test_the_tuner_writes_what_auto_reads(mpirun: Callable, tmp_path: Path) -> N
 
 def test_what_is_measured_for_other_layouts_and_libraries_stays(tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
-    write_tables(path, "an MPI 1", "1x2", {"all_reduce": [(100, "tree"), (ALWAYS, "ring")]})
-    write_tables(path, "an MPI 1", "2x2", {"all_reduce": [(ALWAYS, "mpi")]})
-    write_tables(path, "an MPI 2", "1x2", {"all_reduce": [(ALWAYS, "mpi")]})
+    write_tables(path, "an MPI 1", "1x2", {"all_reduce": [(100, "tree"), (NO_LIMIT, "ring")]})
+    write_tables(path, "an MPI 1", "2x2", {"all_reduce": [(NO_LIMIT, "mpi")]})
+    write_tables(path, "an MPI 2", "1x2", {"all_reduce": [(NO_LIMIT, "mpi")]})
     chosen = Selection(backends(Symmetric), read_tables(path, "an MPI 1", "1x2")).choose
     assert [chosen("all_reduce", "auto", FLOAT, nbytes) for nbytes in (100, 101)] == ["tree", "ring"]
     assert chosen("all_gather", "auto", FLOAT, 1 << 30) == "symmetric", "the default where nothing was measured"
@@ -83,17 +83,17 @@ def test_what_is_measured_for_other_layouts_and_libraries_stays(tmp_path: Path) 
 
 
 def test_defaults_go_by_the_library_and_whether_ranks_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen(mpi: str, ranks: int, nbytes: int, *, crowded: bool) -> str:
-        defaults = default_tables(mpi, 1, ranks, crowded)
+    def chosen(mpi: str, ranks: int, nbytes: int, *, oversubscribed: bool) -> str:
+        defaults = default_tables(mpi, 1, ranks, oversubscribed)
         return Selection(backends(Symmetric), {}, defaults).choose("all_gather", "auto", FLOAT, nbytes)
 
     monkeypatch.setattr(tables, "is_compiled", lambda: True)
-    assert chosen("MPICH 5", 2, 1 << 10, crowded=False) == "symmetric"
-    assert chosen("MPICH 5", 4, 1 << 20, crowded=True) == "symmetric_or_mpi"
-    assert chosen("MPICH 5", 2, 256 << 10, crowded=False) == "symmetric"
-    assert chosen("Open MPI 5", 2, 256 << 10, crowded=False) == "symmetric_or_mpi"
-    assert chosen("Open MPI 5", 4, 256 << 10, crowded=True) == "symmetric"
-    assert chosen("another 1", 4, 64 << 10, crowded=True) == "mpi"
+    assert chosen("MPICH 5", 2, 1 << 10, oversubscribed=False) == "symmetric"
+    assert chosen("MPICH 5", 4, 1 << 20, oversubscribed=True) == "symmetric_or_mpi"
+    assert chosen("MPICH 5", 2, 256 << 10, oversubscribed=False) == "symmetric"
+    assert chosen("Open MPI 5", 2, 256 << 10, oversubscribed=False) == "symmetric_or_mpi"
+    assert chosen("Open MPI 5", 4, 256 << 10, oversubscribed=True) == "symmetric"
+    assert chosen("another 1", 4, 64 << 10, oversubscribed=True) == "mpi"
     assert default_tables("MPICH 4", 1, 2, False) is default_tables("MPICH 5", 1, 8, False) is None
     assert default_tables("MPICH 5", 2, 2, False) is None
     monkeypatch.setattr(tables, "is_compiled", lambda: False)
@@ -140,10 +140,10 @@ def test_a_user_without_a_home_directory_has_tables_in_the_temporary_one(monkeyp
 def test_a_communicator_reads_the_table(comm: Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = comm.mpi.bcast(str(tmp_path / "tuning.json"))
     if comm.rank == 0:
-        write_tables(Path(path), library(), comm.layout, {"broadcast": [(10, "mpi"), (ALWAYS, "tree")]})
+        write_tables(Path(path), library(), comm.layout, {"broadcast": [(10, "mpi"), (NO_LIMIT, "tree")]})
     monkeypatch.setenv("MPIDL_TUNING", path)
     made = Communicator()
-    assert list(made.tables["broadcast"])[:2] == [(10, "mpi"), (ALWAYS, "tree")]
+    assert list(made.tables["broadcast"])[:2] == [(10, "mpi"), (NO_LIMIT, "tree")]
     made.close()
 
 

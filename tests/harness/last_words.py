@@ -18,4 +18,4 @@ def show_last_words(out: TextIO) -> None:
         return say_twice
 
     for module in filter(None, map(sys.modules.get, _SPEAKERS)):
-        module.say = twice(module.say)  # type: ignore[attr-defined]
+        module.print_to_stderr = twice(module.print_to_stderr)  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from ...errors import ArgumentError, ArgumentTypeError
 from . import driver
 
 
-def is_one(array: Any) -> bool:
+def recognises(array: Any) -> bool:
     """Returns whether it is an array on a GPU."""
     if isinstance(array, torch.Tensor):
         return bool(array.is_cuda)
@@ -24,15 +24,15 @@ def signature(array: Any) -> tuple[Any, ...] | None:
     if isinstance(array, torch.Tensor):
         if not array.is_cuda or array.layout is not torch.strided or not array.is_contiguous() or array.is_complex():
             return None
-        place = array.data_ptr()
-        return (place, array.numel(), array.dtype, array.get_device()) if place else None
+        pointer = array.data_ptr()
+        return (pointer, array.numel(), array.dtype, array.get_device()) if pointer else None
     if not hasattr(array, "__cuda_array_interface__"):
         return None
     seen = array.__cuda_array_interface__
-    place, read_only = seen["data"]
-    if seen.get("strides") is not None or not place:
+    pointer, read_only = seen["data"]
+    if seen.get("strides") is not None or not pointer:
         return None
-    return place, tuple(seen["shape"]), array.dtype, read_only
+    return pointer, tuple(seen["shape"]), array.dtype, read_only
 
 
 def inspect(array: Any, name: str, *, writable: bool) -> DeviceBuffer:
@@ -45,7 +45,7 @@ def inspect(array: Any, name: str, *, writable: bool) -> DeviceBuffer:
         dtype, index = check_tensor(array, name), array.get_device()
         return _buffer(array.data_ptr(), array.numel(), dtype, array, index, name)
     seen = array.__cuda_array_interface__
-    place, read_only = seen["data"]
+    pointer, read_only = seen["data"]
     shape, strides = tuple(seen["shape"]), seen.get("strides")
     dtype = _element_type(array, seen["typestr"], name)
     if seen.get("mask") is not None:
@@ -58,14 +58,14 @@ def inspect(array: Any, name: str, *, writable: bool) -> DeviceBuffer:
     if writable and read_only:
         raise ArgumentError(f"{name}: got a read-only array; needs one that may be written")
     size = int(np.prod(shape, dtype=np.int64))
-    return _buffer(place, size, dtype, array, _index(array, place), name)
+    return _buffer(pointer, size, dtype, array, _index(array, pointer), name)
 
 
-def _buffer(place: int, size: int, dtype: DType, array: Any, index: int, name: str) -> DeviceBuffer:
-    why = driver.missing()
+def _buffer(pointer: int, size: int, dtype: DType, array: Any, index: int, name: str) -> DeviceBuffer:
+    why = driver.unusable_reason()
     if why:
         raise ArgumentTypeError(f"{name}: got an array on GPU {index}, which is out of reach: {why}")
-    return DeviceBuffer(unowned(place, size, dtype.storage), dtype, array, index)
+    return DeviceBuffer(unowned(pointer, size, dtype.storage), dtype, array, index)
 
 
 def _element_type(array: Any, typestr: str, name: str) -> DType:
@@ -88,15 +88,15 @@ def _packed(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _index(array: Any, place: int) -> int:
+def _index(array: Any, pointer: int) -> int:
     """The number of the GPU that it is on."""
     device = getattr(array, "device", None)
     number = getattr(device, "id", None)
-    return int(number) if number is not None else driver.index_of(place)
+    return int(number) if number is not None else driver.index_of(pointer)
 
 
 def gpu_index(operation: str, device: Any) -> int | None:
-    """The number of the GPU that a device, as torch has it, is; None for the CPU."""
+    """Returns the number of the GPU that a torch device names; None for the CPU."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
@@ -105,7 +105,7 @@ def gpu_index(operation: str, device: Any) -> int | None:
         raise ArgumentError(f"{operation}: got device {device!r}; needs a CPU or CUDA device")
     if found.type == "cpu":
         return None
-    why = driver.missing()
+    why = driver.unusable_reason()
     if why:
         raise ArgumentError(f"{operation}: got device {device!r}, and no GPU can be used here: {why}")
     return driver.current_index() if found.index is None else found.index

@@ -20,10 +20,10 @@ import numpy as np
 from mpi4py import MPI
 
 from ...base.buffers import Buffer
-from ...base.partition import even_counts
+from ...base.partition import Range, even_counts
 from ...base.reduction import Reduction
 from ..mpi import Library, datatype
-from .chunks import Range, nth
+from .chunks import chunk_ranges
 from .device import Device, Event
 from .host import Host
 from .memory import Retired, own_memory
@@ -63,7 +63,7 @@ class Aware:
         elif operation == "reduce_scatter":
             out, x, op, counts = arguments
             start = sum(counts[: self._rank])
-            for parts in self._pieces(counts, x.dtype.itemsize):
+            for parts in chunk_ranges(counts, SCRATCH_BYTES // x.dtype.itemsize):
                 first = parts[self._rank][0]
                 self._combine(x, parts, op, out.address + (first - start) * x.dtype.itemsize)
         else:
@@ -73,7 +73,7 @@ class Aware:
 
     def _reduce_slices(self, x: Buffer, op: Reduction, root: int | None) -> None:
         """The reduction of all x, in place, on the root or on all."""
-        for parts in self._pieces(even_counts(x.size, self._ranks), x.dtype.itemsize):
+        for parts in chunk_ranges(even_counts(x.size, self._ranks), SCRATCH_BYTES // x.dtype.itemsize):
             first, last = parts[self._rank]
             takes = root is None or root == self._rank
             done: Any = MPI.IN_PLACE
@@ -102,11 +102,6 @@ class Aware:
         self._device.combine(op, x.dtype, came, [found], size, factors, self._stream)
         self._stream.record().wait()
         return found
-
-    def _pieces(self, counts: Sequence[int], itemsize: int) -> list[list[Range]]:
-        """Each rank's part in pieces for which the scratch has room, the same number on all ranks."""
-        size = max(1, SCRATCH_BYTES // itemsize // self._ranks)
-        return [nth(counts, number, size) for number in range(max(1, -(-max(counts) // size)))]
 
     def _parts_for_mpi(self, x: Buffer, parts: Sequence[Range]) -> list[Any]:
         """The arguments by which MPI takes parts of an array."""

@@ -51,7 +51,7 @@ class GpuBackend:
                 self._group = GpuGroup(self._host, index)
         return self._group
 
-    def takes_addresses(self, other: int) -> bool:
+    def takes_device_addresses(self, other: int) -> bool:
         """Returns whether the MPI library moves GPU memory to and from that rank, and nothing better serves."""
         return self._group is not None and self._group.transports.pairs[self._host.rank][other] == "aware"
 

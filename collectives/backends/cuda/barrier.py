@@ -46,10 +46,10 @@ class StreamBarrier:
         self._own: list[SharedEvent] = []
         self._others: list[list[Event]] = [[], []]
         self._turn = 0
-        self.on_gpu = node.Get_size() > 1 and not shared and self._open() and self._is_kept(allocator)
+        self.on_gpu = node.Get_size() > 1 and not shared and self._open() and self._streams_wait(allocator)
 
     def __call__(self) -> None:
-        """Collective."""
+        """Makes this rank's stream wait for all work that any rank has queued. Collective."""
         if self._node.Get_size() == 1:  # the stream has an order of its own
             return
         if not self.on_gpu:
@@ -87,13 +87,13 @@ class StreamBarrier:
             opened = False
         return bool(self._node.allreduce(int(opened), MPI.MIN))
 
-    def _is_kept(self, allocator: DeviceAllocator) -> bool:
+    def _streams_wait(self, allocator: DeviceAllocator) -> bool:
         """Returns whether all streams wait indeed: each rank in turn writes a word late, which the others read."""
         ranks, rank = self._node.Get_size(), self._node.Get_rank()
         memory = allocator.allocate(2 * _DELAY_BYTES + _WORD)
         if memory is None:
             return False
-        self.on_gpu, kept = True, True
+        self.on_gpu, waited = True, True
         with pinned_words(self._device, 2) as words:
             for late in range(ranks):
                 words[:] = _TOKEN + late, 0
@@ -105,8 +105,8 @@ class StreamBarrier:
                 there = memory.address + memory.offset(late) + 2 * _DELAY_BYTES
                 self._copy(address(words) + _WORD, there, _WORD)
                 self._stream.record().wait()
-                kept = kept and bool(words[1] == words[0])
-        return bool(self._node.allreduce(int(kept), MPI.MIN))
+                waited = waited and bool(words[1] == words[0])
+        return bool(self._node.allreduce(int(waited), MPI.MIN))
 
     def _copy(self, target: int, source: int, nbytes: int) -> None:
         self._device.copy(target, source, nbytes, self._stream)

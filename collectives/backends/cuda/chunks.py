@@ -14,15 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from ...base.buffers import Buffer
-from ...base.partition import Splits
+from ...base.partition import Range, Splits, nth_pieces, ranges
 
-Range = tuple[int, int]
 IN_PLACE = ("all_reduce", "scan", "exscan", "reduce", "broadcast")  # on one array
 
 
@@ -77,9 +76,9 @@ def whole(size: int, room: int, *, gives: bool = True, takes: bool = True) -> St
 
 
 def reduce_scatter(rank: int, counts: Sequence[int], room: int) -> StagingPlan:
-    """The host's result takes the place of its own part."""
+    """Cuts a reduce_scatter; the host's result overwrites its own part."""
     chunks = []
-    for parts in _chunk_ranges(counts, room):
+    for parts in chunk_ranges(counts, room):
         places = _starts(parts)
         own = CopyPiece(parts[rank][0] - sum(counts[:rank]), parts[rank][1] - sum(counts[:rank]), places[rank])
         gives = tuple(CopyPiece(*part, place) for part, place in zip(parts, places, strict=False))
@@ -89,10 +88,10 @@ def reduce_scatter(rank: int, counts: Sequence[int], room: int) -> StagingPlan:
 
 
 def all_gather(rank: int, counts: Sequence[int], room: int) -> StagingPlan:
-    """The host's contribution lies at its own part of the result; on the GPU it is copied straight."""
+    """Cuts an all_gather; the GPU copies its own part directly."""
     chunks = []
     start = sum(counts[:rank])
-    for parts in _chunk_ranges(counts, room):
+    for parts in chunk_ranges(counts, room):
         places = _starts(parts)
         own = CopyPiece(parts[rank][0] - start, parts[rank][1] - start, places[rank])
         chunks.append(
@@ -112,10 +111,10 @@ def gather(rank: int, root: int, counts: Sequence[int], room: int) -> StagingPla
 
 
 def scatter(rank: int, root: int, counts: Sequence[int], room: int) -> StagingPlan:
-    """The copies back to the GPU."""
+    """Cuts a scatter from the root."""
     if rank == root:
         made = []
-        for parts in _chunk_ranges(counts, room):
+        for parts in chunk_ranges(counts, room):
             places = _starts(parts)
             own = (places[rank], places[rank + 1])
             made.append(Chunk(_others(parts, places, rank), (), (0, places[-1]), own, places[-1], _sizes(parts)))
@@ -125,20 +124,26 @@ def scatter(rank: int, root: int, counts: Sequence[int], room: int) -> StagingPl
 
 
 def all_to_all(splits: Splits, largest: int, room: int) -> StagingPlan:
-    """largest: elements of the largest part that any rank gives to any."""
+    """Cuts an all_to_all.
+
+    largest: elements of the largest part that any rank gives to any.
+    """
     chunks = []
-    size = max(1, room // 2 // len(splits.leaving))
+    size = max(1, room // 2 // len(splits.send_counts))
+    both = ranges(splits.send_counts), ranges(splits.recv_counts)
     for number in range(max(1, -(-largest // size))):
-        leaving, arriving = nth(splits.leaving, number, size), nth(splits.arriving, number, size)
-        gone, come = _starts(leaving), _starts(arriving, room // 2)
-        gives = tuple(CopyPiece(*part, place) for part, place in zip(leaving, gone, strict=False))
-        takes = tuple(CopyPiece(*part, place) for part, place in zip(arriving, come, strict=False))
-        out = (come[0], come[-1])
-        chunks.append(Chunk(gives, takes, (0, gone[-1]), out, gone[-1], _sizes(leaving), _sizes(arriving)))
+        leaving, arriving = (nth_pieces(parts, number, size) for parts in both)
+        send_starts, recv_starts = _starts(leaving), _starts(arriving, room // 2)
+        gives = tuple(CopyPiece(*part, place) for part, place in zip(leaving, send_starts, strict=False))
+        takes = tuple(CopyPiece(*part, place) for part, place in zip(arriving, recv_starts, strict=False))
+        out = (recv_starts[0], recv_starts[-1])
+        chunks.append(
+            Chunk(gives, takes, (0, send_starts[-1]), out, send_starts[-1], _sizes(leaving), _sizes(arriving))
+        )
     return StagingPlan(tuple(chunks))
 
 
-def plan(operation: str, rank: int, ranks: int, room: int, arguments: Sequence[Any], largest: int = 0) -> StagingPlan:
+def plan(operation: str, rank: int, room: int, arguments: Sequence[Any], largest: int = 0) -> StagingPlan:
     """The plan of an operation.
 
     arguments: as `Backend` has them.
@@ -184,7 +189,7 @@ def _part(memory: Buffer, place: Range | None) -> Buffer | None:
 def _alone(rank: int, counts: Sequence[int], room: int, *, gives: bool) -> list[Chunk]:
     """The chunks of a rank that gives its part to the root, or takes it from there."""
     chunks = []
-    for parts in _chunk_ranges(counts, room):
+    for parts in chunk_ranges(counts, room):
         (first, last), start = parts[rank], sum(counts[:rank])
         piece, here = (CopyPiece(first - start, last - start, 0),), (0, last - first)
         elements = sum(_sizes(parts))
@@ -195,18 +200,10 @@ def _alone(rank: int, counts: Sequence[int], room: int, *, gives: bool) -> list[
     return chunks
 
 
-def _chunk_ranges(counts: Sequence[int], room: int) -> list[list[Range]]:
-    """The range of every rank's part, for each chunk."""
-    size = max(1, room // len(counts))
-    return [nth(counts, number, size) for number in range(max(1, -(-max(counts) // size)))]
-
-
-def nth(counts: Sequence[int], number: int, size: int) -> list[Range]:
-    """The number-th `size` elements of every part, where parts lie one behind the other."""
-    return [
-        (min(low + number * size, high), min(low + (number + 1) * size, high))
-        for low, high in pairwise((0, *accumulate(counts)))
-    ]
+def chunk_ranges(counts: Sequence[int], room: int) -> list[list[Range]]:
+    """The range of every rank's part, for each chunk; as many chunks on all ranks."""
+    parts, size = ranges(counts), max(1, room // len(counts))
+    return [nth_pieces(parts, number, size) for number in range(max(1, -(-max(counts) // size)))]
 
 
 def _starts(parts: Sequence[Range], first: int = 0) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ class Event(ABC):
 
     @abstractmethod
     def is_done(self) -> bool:
-        """Returns whether it is; never blocks."""
+        """Returns whether that work is done; never blocks."""
 
 
 class SharedEvent(ABC):
@@ -68,7 +68,7 @@ class Device(ABC):
 
     @abstractmethod
     def current(self) -> AbstractContextManager[Any]:
-        """Inside, this thread works on this GPU."""
+        """Context in which this thread works on this GPU."""
 
     @abstractmethod
     def stream(self) -> Stream:
@@ -84,7 +84,7 @@ class Device(ABC):
 
     @abstractmethod
     def using(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Inside, it is torch's current stream in this thread."""
+        """Context in which it is torch's current stream in this thread."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -131,7 +131,7 @@ class Device(ABC):
 
     @abstractmethod
     def free(self, address: int) -> None:
-        """Gives it back."""
+        """Frees the memory."""
 
     @abstractmethod
     def host_memory(self, nbytes: int) -> torch.Tensor:
@@ -159,7 +159,7 @@ class Device(ABC):
 
     @abstractmethod
     def shared_event(self) -> SharedEvent:
-        """A new one, which has passed. Raises OSError."""
+        """Makes an event that has already passed. Raises OSError."""
 
     @abstractmethod
     def open_event(self, handle: bytes) -> Event:

@@ -28,7 +28,7 @@ _CAPTURE_IMPLICIT = 906  # the default stream, while one that waits for it is ca
 
 
 @lru_cache
-def missing() -> str:
+def unusable_reason() -> str:
     """The reason why no GPU can be used here; empty if one can."""
     try:
         from cupy.cuda import runtime
@@ -60,13 +60,6 @@ def current_index() -> int:
     from cupy.cuda import runtime
 
     return int(torch.cuda.current_device() if torch.cuda.is_initialized() else runtime.getDevice())
-
-
-def identity(index: int) -> str:
-    """The name of a GPU in every process of this host: its place on the bus."""
-    from cupy.cuda import runtime
-
-    return str(runtime.deviceGetPCIBusId(index))
 
 
 class CudaEvent(Event):
@@ -357,7 +350,7 @@ class CudaDevice(Device):
 
     def identity(self) -> str:
         """Implements `Device.identity`."""
-        return identity(self.index)
+        return str(self._runtime.deviceGetPCIBusId(self.index))
 
     def for_mpi(self, address: int, nbytes: int) -> Any:
         """Implements `Device.for_mpi`."""

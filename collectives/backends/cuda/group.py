@@ -45,7 +45,7 @@ class GpuGroup:
         self._ipc: Ipc | None = None
         self._set_up: list[Transport] = []  # the first that serves an operation takes it
         self._parts: list[GpuGroup] = []
-        if self.transports.all == "ipc":
+        if self.transports.common == "ipc":
             self._allocator = DeviceAllocator(host.topology.node, host.allocator, self._device, self._retired)
             self._ipc = Ipc(host, self._device, self._allocator)
             self._place = host.topology.local_rank
@@ -55,7 +55,7 @@ class GpuGroup:
             inner, outer = self._parts = [GpuGroup(host.part(color), index) for color in (island, place)]
             self._set_up.append(Levels(inner, outer, self._device, self._retired))
             self._allocator, self._place = inner._allocator, place
-        if self.transports.all == "aware":
+        if self.transports.common == "aware":
             self._set_up.append(Aware(host, self._device, self._retired))
 
     def prepare(self, operation: str, algorithm: str, arguments: tuple[Any, ...]) -> Enqueue:
@@ -101,17 +101,12 @@ class GpuGroup:
 
         if len(items) == 1:
             return run(items[0].whole, items[0].own, items[0].counts, begin)
-        packed = Packed(items, self._packing_memory(), self.rank if len(items[0].counts) > 1 else 0, self._copy)
+        packed = Packed(items, self._packing_memory(), self.rank, self._copy)
         self._stream.wait(begin)
-        if operation == "all_gather":
-            packed.pack_own()
-        else:
-            packed.pack()
+        packed.pack(operation)
         self._stream.wait(run(packed.whole, packed.own, packed.counts, self._stream.record()))
-        if operation == "reduce_scatter":
-            packed.unpack_own()
-        elif written:
-            packed.unpack()
+        if written:
+            packed.unpack(operation)
         return self._stream.record()
 
     def hold(self, end: Event, arrays: Any) -> None:
@@ -123,19 +118,16 @@ class GpuGroup:
 
         Raises MemoryError on every rank if one has no room.
         """
-        with self._device.current():
-            return self._allocate(nbytes, shared)
-
-    def _allocate(self, nbytes: int, shared: bool) -> DeviceMemory:
         memory = None
-        if self._allocator is not None:
-            memory = self._allocator.allocate(nbytes, shared=shared)
-        else:
-            with contextlib.suppress(MemoryError):
-                memory = own_memory(self._device, self._retired, nbytes)
-        failed = memory is None
-        if self._ipc is None:  # the others do not know yet
-            failed = bool(self._host.comm.allreduce(int(failed), MPI.MAX))
+        with self._device.current():
+            if self._allocator is not None:
+                memory = self._allocator.allocate(nbytes, shared=shared)
+            else:
+                with contextlib.suppress(MemoryError):
+                    memory = own_memory(self._device, self._retired, nbytes)
+            failed = memory is None
+            if self._ipc is None:  # the others do not know yet
+                failed = bool(self._host.comm.allreduce(int(failed), MPI.MAX))
         if failed:
             raise MemoryError(f"a GPU has no room for {nbytes} bytes that ranks share")
         assert memory is not None
@@ -146,9 +138,9 @@ class GpuGroup:
         with self._device.current():
             return self._device.array(memory.address, shape, dtype, memory)
 
-    def is_shared(self, place: int) -> bool:
+    def is_shared(self, pointer: int) -> bool:
         """Returns whether an array at this address lies in memory of this group that is the same for all ranks."""
-        found = self._allocator.find(place, 1) if self._allocator is not None else None
+        found = self._allocator.find(pointer, 1) if self._allocator is not None else None
         return found is not None and not found[0].stride
 
     def check(self, operation: str, index: int) -> None:

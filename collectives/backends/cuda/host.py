@@ -7,10 +7,9 @@ from typing import Any, Protocol
 
 from mpi4py import MPI
 
-from ...base.buffers import DType
-from ...base.reduction import Reduction
 from ...memory.shared_memory import Allocator
 from ...process.topology import Topology
+from ..selection import Selection
 
 
 class Host(Protocol):
@@ -21,11 +20,7 @@ class Host(Protocol):
     size: int
     topology: Topology
     allocator: Allocator
-
-    def choose(
-        self, operation: str, requested: str, dtype: DType, nbytes: int, op: Reduction | None, even: bool
-    ) -> str:
-        """The name of the backend for an operation on host memory; see `backends.selection`."""
+    selection: Selection
 
     def call(self, operation: str, algorithm: str, arguments: Sequence[Any]) -> Callable[[], None]:
         """The operation on host memory by the backend of that name, to be made again and again."""

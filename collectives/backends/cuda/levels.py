@@ -28,7 +28,7 @@ import numpy as np
 
 from ...base.buffers import Buffer, DType, unowned
 from ...base.partition import even_counts
-from ...base.reduction import Reduction, partial_of, rest_of
+from ...base.reduction import Reduction, operator_on_partials, partial_of
 from ..hierarchical.hierarchy import Hierarchy
 from .device import Device, Event
 from .memory import DeviceMemory, Retired, own_memory
@@ -68,9 +68,9 @@ class Levels:
     outer: of the ranks in its place of every island.
     """
 
-    def __init__(self, inner: Level, outer: Level, device: Device, gone: Retired) -> None:
+    def __init__(self, inner: Level, outer: Level, device: Device, retired: Retired) -> None:
         self.inner, self.outer = inner, outer
-        self._device, self._gone = device, gone
+        self._device, self._retired = device, retired
         self._stream = device.stream()
         self._memory: dict[str, DeviceMemory] = {}
 
@@ -115,7 +115,7 @@ class Levels:
         own = mine if not x.dtype.widened else self._take(f"slice {turn}", counts[me], x.dtype.wide)
         return _Chunk(
             self.inner.prepare("reduce_scatter", "auto", (own, x, partial_of(op), counts)),
-            self.outer.prepare("all_reduce", "auto", (own, rest_of(op))),
+            self.outer.prepare("all_reduce", "auto", (own, operator_on_partials(op))),
             partial(self._finish, op, own, mine),
             self.inner.prepare("all_gather", "auto", (x, mine, counts)),
         )
@@ -128,7 +128,7 @@ class Levels:
             self.inner.prepare("reduce_scatter", "auto", (here, x.part(first, last), partial_of(op), within))
             for here, (first, last), within in self._islands(island, counts)
         ]
-        across = self.outer.prepare("reduce_scatter", "auto", (own, island, rest_of(op), mine))
+        across = self.outer.prepare("reduce_scatter", "auto", (own, island, operator_on_partials(op), mine))
 
         def run(begin: Event) -> Event:
             for step in inside:
@@ -177,7 +177,7 @@ class Levels:
         return list(counts[self.inner.rank :: self.inner.size])
 
     def _islands(self, own: Buffer, counts: Sequence[int]) -> list[tuple[Buffer, tuple[int, int], Sequence[int]]]:
-        """The islands; for each its part of memory with one for each, its range of all elements, its ranks' counts."""
+        """Lists for each island its part of `own`, its range in the whole array, and its ranks' counts."""
         size, mine = self.inner.size, (0, *accumulate(self._of_place(counts)))
         starts = (0, *accumulate(counts))
         return [
@@ -196,7 +196,7 @@ class Levels:
             return Buffer(np.empty(0, dtype.storage), dtype)
         memory = self._memory.get(purpose)
         if memory is None or len(memory) < nbytes:
-            memory = self._memory[purpose] = own_memory(self._device, self._gone, nbytes)
+            memory = self._memory[purpose] = own_memory(self._device, self._retired, nbytes)
         return Buffer(unowned(memory.address, size, dtype.storage), dtype, memory)
 
     def close(self) -> None:

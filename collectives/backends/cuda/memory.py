@@ -65,7 +65,7 @@ class Retired:
         self._sweeping = threading.Lock()
 
     def add(self, dropped: Dropped) -> None:
-        """Makes no call of the driver."""
+        """Keeps a dropped allocation for `sweep`; calls no driver, as finalizers run it."""
         self._dropped.append(dropped)
 
     def sweep(self) -> None:
@@ -180,8 +180,8 @@ class DeviceAllocator(Allocator):
         return bases
 
 
-def own_memory(device: Device, gone: Retired, nbytes: int) -> DeviceMemory:
+def own_memory(device: Device, retired: Retired, nbytes: int) -> DeviceMemory:
     """Memory that no other rank reaches."""
     memory = DeviceMemory(0, nbytes, [device.allocate(nbytes)], 0, shared=False)
-    weakref.finalize(memory, gone.add, Dropped(memory.address, [])).atexit = False
+    weakref.finalize(memory, retired.add, Dropped(memory.address, [])).atexit = False
     return memory

@@ -31,7 +31,7 @@ class HostSide:
         self._free: dict[int, list[Array]] = {}
 
     def outgoing(self, x: Any, data: DeviceBuffer) -> tuple[Buffer, Callable[[], None]]:
-        """A copy of an array as the caller's stream leaves it, and what is to be called when it has been sent."""
+        """Returns a host copy made after the caller's stream, and the function that frees it once it is sent."""
         memory, back = self._take(data.nbytes)
         with self._device.current():
             self._stream.wait(self._device.stream_of(x).record())
@@ -40,7 +40,7 @@ class HostSide:
         return self._seen(memory, data), back
 
     def incoming(self, x: Any, data: DeviceBuffer) -> tuple[Buffer, Callable[[], None]]:
-        """Memory for what is received, and what is to be called when it is there, which brings it to the array."""
+        """Returns memory to receive into, and the function that then copies it to the array."""
         memory, back = self._take(data.nbytes)
         with self._device.current():
             begin = self._device.stream_of(x).record()

@@ -47,6 +47,6 @@ class DevicePages:
             self._regions[start].untyped_storage().resize_(nbytes)
 
     def discard(self, start: int, nbytes: int) -> None:
-        """Gives it back."""
+        """Frees the memory of a region."""
         if start in self._regions:
             self._regions[start].untyped_storage().resize_(0)

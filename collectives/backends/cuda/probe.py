@@ -24,7 +24,7 @@ def discover(host: Host, device: Device) -> Transports:
     comm = host.comm
     asked: object
     try:
-        asked = transports.wanted()
+        asked = transports.requested()
     except transports.ArgumentError as error:
         asked = error
     given = comm.allgather(asked)
@@ -42,21 +42,21 @@ def discover(host: Host, device: Device) -> Transports:
 
 def _try_ipc(host: Host, device: Device) -> list[bool]:
     """Each rank of the node reads a word from every other one's GPU memory."""
-    comm, place = host.comm, host.topology
+    comm, topology = host.comm, host.topology
     reached = [rank == comm.rank for rank in range(comm.size)]
-    if place.local_size == 1:
+    if topology.local_size == 1:
         return reached
-    node, stream = place.node, device.stream()
+    node, stream = topology.node, device.stream()
     with pinned_words(device) as words:
         mine, handle = _export(device)
         if mine:
-            words[0] = _TOKEN + place.local_rank
+            words[0] = _TOKEN + topology.local_rank
             device.copy(mine, address(words), _WORD, stream)
             stream.record().wait()
         handles = node.allgather(handle)  # and all words are there
         for local, other in enumerate(handles):
-            if local != place.local_rank and other is not None:
-                reached[place.members[local]] = _reads(device, stream, other, words, _TOKEN + local)
+            if local != topology.local_rank and other is not None:
+                reached[topology.members[local]] = _reads(device, stream, other, words, _TOKEN + local)
         node.Barrier()  # every rank has closed it
         if mine:
             device.free(mine)

@@ -73,7 +73,7 @@ class Staged:
             raise
 
     def _run_chunks(self, operation: str, algorithm: str, arguments: tuple[Any, ...], begin: Event) -> Event:
-        arrays = {"x": _first(operation, arguments), "out": _last(operation, arguments)}
+        arrays = {"x": _input(operation, arguments), "out": _output(arguments)}
         some = arrays["x"] or arrays["out"]
         assert some is not None
         plan = self._plan(operation, arguments, some.dtype)
@@ -95,10 +95,10 @@ class Staged:
     def _plan(self, operation: str, arguments: tuple[Any, ...], dtype: DType) -> chunks.StagingPlan:
         comm, largest = self._host.comm, 0
         if operation == "all_to_all":
-            largest = max(arguments[2].leaving)
+            largest = max(arguments[2].send_counts)
             if not arguments[2].uniform:  # each rank knows its own parts alone
                 largest = max(comm.allgather(largest))
-        return chunks.plan(operation, comm.rank, comm.size, SLOT_BYTES // dtype.itemsize, arguments, largest)
+        return chunks.plan(operation, comm.rank, SLOT_BYTES // dtype.itemsize, arguments, largest)
 
     def _keep_own(self, x: Buffer | None, out: Buffer | None, own: tuple[int, int, int]) -> None:
         first, last, place = own
@@ -153,7 +153,7 @@ class Staged:
             op = next((a for a in given if isinstance(a, Reduction)), None)
             even = operation != "all_to_all" or arguments[2].uniform
             nbytes = chunk.elements * dtype.itemsize
-            chosen = self._host.choose(operation, algorithm, dtype, nbytes, op, even)
+            chosen = self._host.selection.choose(operation, algorithm, dtype, nbytes, op, even)
             call = self._host.call(operation, chosen, given)
             if len(self._calls) >= _KEPT_CALLS:
                 self._calls.clear()
@@ -161,13 +161,13 @@ class Staged:
         return call
 
 
-def _first(operation: str, arguments: tuple[Any, ...]) -> Buffer | None:
+def _input(operation: str, arguments: tuple[Any, ...]) -> Buffer | None:
     """The array that is read."""
     found = arguments[0] if operation in chunks.IN_PLACE else arguments[1]
     return found if isinstance(found, Buffer) else None
 
 
-def _last(operation: str, arguments: tuple[Any, ...]) -> Buffer | None:
+def _output(arguments: tuple[Any, ...]) -> Buffer | None:
     """The array that is written."""
     return arguments[0] if isinstance(arguments[0], Buffer) else None
 

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from ...base.buffers import DType, address
-from ...base.reduction import PREFIXES, Call, Reduction
-from ...process.topology import names
+from ...base.reduction import PREFIXES, BoundCall, Reduction
+from ...process.topology import reported_ranks
 from ..meeting import Meetings
 from ..symmetric.backend import Symmetric
 from ..symmetric.processor import Processor
@@ -56,7 +56,7 @@ class GpuProcessor(Processor):
         outputs: Sequence[Array],
         dtype: DType,
         factors: Sequence[float],
-    ) -> list[Call]:
+    ) -> list[BoundCall]:
         """Implements `Processor.calls`. One kernel, for all inputs and outputs."""
         size = inputs[0].size
         if not size or not outputs:
@@ -72,15 +72,17 @@ class Ipc:
     """
 
     def __init__(self, host: Host, device: Device, allocator: DeviceAllocator) -> None:
-        place = host.topology
+        topology = host.topology
         self._stream = device.stream()
-        rows = host.allocator.allocate(Meetings.nbytes(place.local_size), shared=True)
+        rows = host.allocator.allocate(Meetings.nbytes(topology.local_size), shared=True)
         if rows is None:
             raise MemoryError("the node has no room for a page of shared memory")
-        gpus = set(place.node.allgather(device.identity()))
-        self._barrier = StreamBarrier(device, self._stream, place.node, allocator, shared=len(gpus) < place.local_size)
-        meetings = Meetings(rows, 0, place.local_rank, names(place.node), self._barrier)
-        processor = GpuProcessor(device, self._stream, 0 if len(gpus) == 1 < place.local_size else None)
+        gpus = set(topology.node.allgather(device.identity()))
+        self._barrier = StreamBarrier(
+            device, self._stream, topology.node, allocator, shared=len(gpus) < topology.local_size
+        )
+        meetings = Meetings(rows, 0, topology.local_rank, reported_ranks(topology.node), self._barrier)
+        processor = GpuProcessor(device, self._stream, 0 if len(gpus) == 1 < topology.local_size else None)
         self._symmetric = Symmetric(meetings, allocator, processor=processor)
 
     def serves(self, operation: str, algorithm: str) -> bool:

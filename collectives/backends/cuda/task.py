@@ -51,7 +51,7 @@ class Task:
         array = next(_on_gpu(arrays))
         with device.current():
             current = partial(device.stream_of, array)
-            stream = _open(current(), self._operation)
+            stream = refuse_capture(current(), self._operation)
             return Started(self._run, self._hold if hold else None, device, stream, current, arrays)
 
 
@@ -70,7 +70,7 @@ class Compound(Task):
         """Implements `Task.start`; in the place of torch's current stream."""
         device = driver.open_device(self._index)
         with device.current():
-            stream = _open(device.torch_stream(), self._operation)
+            stream = refuse_capture(device.torch_stream(), self._operation)
             return Started(self._run, None, device, stream, device.torch_stream, arrays)
 
     def _run_parts(self, begin: Event) -> Event:
@@ -111,7 +111,7 @@ class Started:
             self._arrays = None
 
     def finish(self, work: Work | None) -> Work | None:
-        """The caller's stream goes on after the operation; or, if it is asynchronous, there is a handle of it."""
+        """Makes the caller's stream wait for the end, or returns the handle of an asynchronous operation."""
         if work is not None:
             return GpuWork(work, self)
         assert self.end is not None
@@ -123,7 +123,7 @@ class Started:
         """Makes the current stream of the arrays' library wait for the end of the operation."""
         if self.end is not None:
             with self._device.current():
-                _open(self._current(), "Work.wait").wait(self.end)
+                refuse_capture(self._current(), "Work.wait").wait(self.end)
 
 
 class GpuWork(Work):
@@ -152,12 +152,12 @@ class GpuWork(Work):
         self._work.give_up()
 
 
-def _open(stream: Stream, what: str) -> Stream:
-    """The stream, unless nothing can be queued on it. what: names the call in the error."""
+def refuse_capture(stream: Stream, what: str) -> Stream:
+    """Returns the stream; raises ArgumentError while a CUDA graph is captured there. what: that cannot be in one."""
     if stream.is_capturing:
         raise ArgumentError(
-            f"{what}: called while a CUDA graph is captured, which cannot hold what the host does for it; needs to be "
-            "called outside of the capture"
+            f"{what}: called while a CUDA graph is captured, which cannot hold what the host and other ranks do for "
+            "it; needs to be called outside of the capture"
         )
     return stream
 
@@ -167,5 +167,5 @@ def _on_gpu(arrays: Any) -> Iterator[Any]:
     if isinstance(arrays, (list, tuple)):
         for inner in arrays:
             yield from _on_gpu(inner)
-    elif gpu_arrays.is_one(arrays):
+    elif gpu_arrays.recognises(arrays):
         yield arrays

@@ -38,17 +38,17 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class Transports:
-    """pairs[a][b]: the transport between ranks a and b. all: the one that operations of all ranks take.
+    """pairs[a][b]: the transport between ranks a and b. common: the one that operations of all ranks take.
 
-    island: of so many ranks, one behind the other, each is one of an island that ipc serves; 0 if there are no such.
+    island: number of consecutive ranks that ipc connects; 0 if there are no islands.
     """
 
     pairs: tuple[tuple[str, ...], ...]
-    all: str
+    common: str
     island: int = 0
 
 
-def wanted() -> str:
+def requested() -> str:
     """The choice that the environment asks for: "auto" or a transport."""
     found = os.environ.get(VARIABLE) or "auto"
     if found not in ("auto", *TRANSPORTS):

@@ -27,17 +27,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from ...base.buffers import Buffer, DType
-from ...base.partition import even_counts
+from ...base.partition import even_counts, ranges
 from ...base.reduction import Reduction, partial_of, unify_nans
 from ...base.scratch import Scratch
-from ...errors import OperationError
 from ...memory.shared_memory import Allocator, SharedMemory
 from ...process.idle_wait import wait_all
 from ...process.topology import Topology
@@ -240,9 +238,7 @@ class PipelinedAllReduce:
         return found if found is not None else self._make_views(dtype)
 
     def _make_views(self, dtype: DType) -> _Views:
-        memory = self._memory or self._allocator.allocate(_SLOTS * SEGMENT_BYTES + _RESULTS * self._slice_bytes)
-        if memory is None:
-            raise OperationError("the node has run out of shared memory")
+        memory = self._memory or self._allocator.require(_SLOTS * SEGMENT_BYTES + _RESULTS * self._slice_bytes)
         self._memory = memory
 
         def views(start: int, nbytes: int) -> list[Array]:
@@ -257,4 +253,4 @@ class PipelinedAllReduce:
 
 
 def _even_ranges(size: int, parts: int) -> Ranges:
-    return list(pairwise((0, *accumulate(even_counts(size, parts)))))
+    return ranges(even_counts(size, parts))

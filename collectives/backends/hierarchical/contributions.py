@@ -41,6 +41,6 @@ def add(op: Reduction, contributions: Sequence[Array], out: Buffer, ranks: int) 
     accumulated, last = contributions[0], len(contributions) - 1
     for number, contribution in enumerate(contributions[1:], 1):
         target = out.flat if number == last and not out.dtype.widened else contributions[0]
-        op.pair(accumulated, contribution, target)
+        op.combine_two(accumulated, contribution, target)
         accumulated = target
     op.finish(accumulated, ranks, out)

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate, pairwise
 
 from ...base.buffers import Buffer, DType
-from ...base.partition import Splits, even_counts
+from ...base.partition import Splits, even_counts, ranges
 from ...base.reduction import Reduction
 from ...schedules import algorithms
 from ...schedules.schedule import Role
@@ -30,7 +29,7 @@ from ..backend import Backend, Call, Resources
 from ..executor import Execution, Region, single, whole
 from ..symmetric.backend import Symmetric
 from .all_reduce import PipelinedAllReduce
-from .movements import Movements
+from .movements import NodeMovements
 from .reduce import PipelinedReduce
 from .reduce_scatter import PipelinedReduceScatter
 
@@ -55,7 +54,7 @@ class Hierarchy(Backend):
         self._regular = topology.regular
         nodes = tuple(sorted(set(comm.allgather(topology.members))))
         self._reduce = PipelinedReduce(comm, nodes, meetings, allocator, scratch)
-        self._movements = Movements(comm, nodes, meetings, allocator)
+        self._movements = NodeMovements(comm, nodes, meetings, allocator)
         if topology.regular:
             self._all_reduce = PipelinedAllReduce(topology, meetings, allocator, scratch)
             self._reduce_scatter = PipelinedReduceScatter(topology, meetings, allocator, scratch)
@@ -112,7 +111,7 @@ class Hierarchy(Backend):
 
     def _gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> None:
         local, nodes, me = self._topology.local_size, self._topology.nodes, self._topology.local_rank
-        parts = list(pairwise((0, *accumulate(counts))))
+        parts = ranges(counts)
         mine = parts[me::local]
         # Where out is one memory for the ranks of the node, none may write into it before all have come.
         self._node.meetings.barrier()

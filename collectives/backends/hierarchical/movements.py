@@ -29,12 +29,11 @@ from mpi4py import MPI
 
 from ...base.buffers import Buffer, copy
 from ...base.partition import Splits
-from ...errors import MismatchError, OperationError
 from ...memory.shared_memory import Allocator, SharedMemory
 from ...process.idle_wait import wait_all
 from ...schedules.algorithms.hierarchical import Channel, Nodes, channels, keeps_own, most_channels
 from ..backend import Call
-from ..meeting import Entry, Meeting, Meetings
+from ..meeting import Entry, Meeting, Meetings, check_parts
 
 Array = np.ndarray[Any, Any]
 
@@ -74,7 +73,7 @@ class _Held:
     arriving: int
 
 
-class Movements:
+class NodeMovements:
     """The movements of one group, as one of its ranks sees them.
 
     comm: of the group.
@@ -101,7 +100,7 @@ class Movements:
 
     def all_to_all(self, out: Buffer, x: Buffer, splits: Splits) -> Call:
         """Sends a part from each rank to each."""
-        return _Movement(self, "all_to_all", x, out, 0, splits.leaving, splits.arriving, known=splits.uniform)
+        return _Movement(self, "all_to_all", x, out, 0, splits.send_counts, splits.recv_counts, known=splits.uniform)
 
     def gather(self, out: Buffer | None, x: Buffer, root: int, counts: Sequence[int]) -> Call:
         """Sends a part from each rank to the root."""
@@ -164,9 +163,7 @@ class Movements:
 
     def reserve(self) -> None:
         """Makes the memory for segments. Collective over the node."""
-        self._memory = self._allocator.allocate(_TABLES * self._table_bytes + _TURNS * self._turn_bytes)
-        if self._memory is None:
-            raise OperationError("the node has run out of shared memory")
+        self._memory = self._allocator.require(_TABLES * self._table_bytes + _TURNS * self._turn_bytes)
 
     def _view(self, rank: int, start: int, size: int, dtype: np.dtype[Any]) -> Array:
         """Elements of a local rank's part of the memory, from byte `start` of it."""
@@ -186,7 +183,7 @@ class _Movement:
 
     def __init__(
         self,
-        group: Movements,
+        group: NodeMovements,
         operation: str,
         x: Buffer | None,
         out: Buffer | None,
@@ -271,13 +268,7 @@ class _Movement:
         group, self._made = self._group, {}
         leaving, arriving = table[:, : group.size], table[:, group.size :]
         given, taken = leaving[:, list(group.members)], arriving[:, list(group.members)].T
-        if not np.array_equal(given, taken):
-            giver, taker = (int(i) for i in np.argwhere(given != taken)[0])
-            names = group.meetings.names
-            raise MismatchError(
-                f"{self._operation}: rank {names[giver]} gives {given[giver, taker]} elements to rank {names[taker]}, "
-                f"which takes {taken[giver, taker]}"
-            )
+        check_parts(self._operation, given, taken, group.meetings.names)
         self._table = table
 
     def _count(self, source: int, destination: int) -> int:

@@ -22,17 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from ...base.buffers import Buffer
-from ...base.partition import even_counts
+from ...base.partition import even_counts, ranges
 from ...base.reduction import Reduction, partial_of
 from ...base.scratch import Scratch
-from ...errors import OperationError
 from ...memory.shared_memory import Allocator, SharedMemory
 from ...process.idle_wait import wait_all
 from ...schedules.algorithms.hierarchical import Nodes, leaders
@@ -213,7 +211,7 @@ class PipelinedReduce:
         return run.direct or (self._ranks == 1 and not run.op.premultiplied and not run.x.dtype.widened)
 
     def _slices(self, size: int) -> list[tuple[int, int]]:
-        return list(pairwise((0, *accumulate(even_counts(size, self._ranks)))))
+        return ranges(even_counts(size, self._ranks))
 
     def _sum(self, run: _InFlight, segment: int) -> Array:
         """The memory of this node's sum of a segment: the leader's, which the node shares."""
@@ -244,6 +242,4 @@ class PipelinedReduce:
     def _reserve(self) -> None:
         """Makes the shared memory. Collective over the node."""
         nbytes = (_SLOTS + _SUMS) * SEGMENT_BYTES + _SMALL_SLOTS * SMALL_BYTES
-        self._memory = self._allocator.allocate(nbytes)
-        if self._memory is None:
-            raise OperationError("the node has run out of shared memory")
+        self._memory = self._allocator.require(nbytes)

@@ -19,16 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from ...base.buffers import Buffer
+from ...base.partition import ranges
 from ...base.reduction import Reduction, partial_of
 from ...base.scratch import Scratch
-from ...errors import OperationError
 from ...memory.shared_memory import Allocator, SharedMemory
 from ...process.idle_wait import wait_all
 from ...process.topology import Topology
@@ -88,8 +87,11 @@ class PipelinedReduceScatter:
         self._piece_bytes = min(max(_SEGMENT_BYTES // parts, _SMALLEST), _LARGEST)
 
     def run(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> None:
-        """counts: elements for each rank. out may be this rank's part of x."""
-        parts = list(pairwise((0, *accumulate(counts))))
+        """Reduces x and writes this rank's part to out.
+
+        counts: elements for each rank. out may be this rank's part of x.
+        """
+        parts = ranges(counts)
         direct = travels_as_it_is(self._ranks, op)
         run = _InFlight(out, x, op, parts, self._piece_bytes // x.dtype.accumulate.itemsize, direct)
         place = self._allocator.find(x.address, x.nbytes) if x.size else None
@@ -187,7 +189,5 @@ class PipelinedReduceScatter:
 
     def _shared(self) -> SharedMemory:
         if self._memory is None:
-            self._memory = self._allocator.allocate(_TURNS * self._nodes * self._ranks * self._piece_bytes)
-        if self._memory is None:
-            raise OperationError("the node has run out of shared memory")
+            self._memory = self._allocator.require(_TURNS * self._nodes * self._ranks * self._piece_bytes)
         return self._memory

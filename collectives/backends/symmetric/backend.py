@@ -26,7 +26,7 @@ _WHOLE, _WHOLE_TOGETHER = 64 << 10, 256 << 10
 _CHUNK, _SMALLER_CHUNK, _FEW_RANKS = 1 << 20, 512 << 10, 8
 _REDUCED = 512 << 10  # all_reduce and reduce of ranks with a core each
 _EXCHANGED = 256 << 10  # all_to_all and gather, whose copies the scratch doubles
-_CROWDED = 16 << 10  # symmetric arrays, of ranks that share cores: to meet costs them more than the copies
+_OVERSUBSCRIBED = 16 << 10  # symmetric arrays, of ranks that share cores: to meet costs them more than the copies
 
 
 def chunk_bytes(topology: Topology) -> int:
@@ -39,9 +39,9 @@ def staged_sizes(topology: Topology) -> StagedSizes:
     if topology.nodes > 1:
         return StagedSizes()
     return StagedSizes(
-        symmetric=_CROWDED if topology.crowded else 0,
+        symmetric=_OVERSUBSCRIBED if topology.oversubscribed else 0,
         private=chunk_bytes(topology),
-        reduced=chunk_bytes(topology) if topology.crowded else _REDUCED,
+        reduced=chunk_bytes(topology) if topology.oversubscribed else _REDUCED,
         exchanged=_EXCHANGED,
         whole=min(_WHOLE, _WHOLE_TOGETHER // topology.local_size),
     )
@@ -70,7 +70,7 @@ class Symmetric(Reductions, Movements, Backend):
             return None
         topology = resources.topology
         processor = Processor(chunk_bytes(topology))
-        staged = staged_sizes(topology) if resources.stages else StagedSizes()
+        staged = staged_sizes(topology) if resources.use_scratch else StagedSizes()
         return cls(resources.meetings, resources.allocator, connect(topology.node), processor, staged)
 
     def suits(self, operation: str, dtype: DType, elements: int, op: Reduction | None, even: bool) -> bool:
@@ -87,7 +87,7 @@ class Symmetric(Reductions, Movements, Backend):
     def partitioned(self, parts: Sequence[Buffer], op: Reduction) -> PartitionedReduction | None:
         """Makes the reduction if the ranks fill the node's cores and share the memory of all parts; else None."""
         have = self._resources
-        if have is None or not have.topology.full or not ORDERED or self.ranks == 1:
+        if have is None or not have.topology.fills_cores or not ORDERED or self.ranks == 1:
             return None
         from .partitioned import PartitionedReduction, Pool, position_of
 
@@ -99,7 +99,7 @@ class Symmetric(Reductions, Movements, Backend):
         if self._pool is None:
             # Not this object, which has the pool.
             group = Group(self.meetings, have.allocator, processor=self.processor)
-            self._pool = Pool(group, have.allocator, crowded=have.topology.crowded)
+            self._pool = Pool(group, have.allocator, oversubscribed=have.topology.oversubscribed)
         counts = self._pool.counts()
         if counts is None:
             return None

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from ...base.buffers import DTYPES, Buffer, address, unowned
 from ...base.partition import even_counts
-from ...base.reduction import PREFIXES, Call, Reduction
+from ...base.reduction import PREFIXES, BoundCall, Reduction
 from ...memory.peer_memory import PeerMemory
 from ...memory.shared_memory import Allocator, SharedMemory
 from ..meeting import Entry, Meeting, Meetings, Ranges
-from .processor import Processor, Program
+from .processor import Calls, Processor
 from .staging import Staging
 
 Array = np.ndarray[Any, Any]
@@ -94,7 +92,7 @@ class Group:
             limit = sizes.exchanged if operation in ("all_to_all", "gather") else sizes.private
         return self._peers is None or nbytes <= limit
 
-    def stages(self, meeting: Meeting, entry: Entry, nbytes: int) -> bool:
+    def takes_staged_way(self, meeting: Meeting, entry: Entry, nbytes: int) -> bool:
         """Returns whether the operation takes the staged way, as `may_stage`; the same on all ranks. Collective."""
         symmetric = meeting.pull or meeting.push
         if not symmetric and self._peers is None:
@@ -111,7 +109,7 @@ class Group:
         return [size if rank == leader else 0 for rank in range(self.ranks)]
 
     @property
-    def _barrier(self) -> Call:
+    def _barrier(self) -> BoundCall:
         return self.meetings.barrier, ()
 
     def _arrays(self, meeting: Meeting, data: Buffer, *, outputs: bool = False) -> list[Array]:
@@ -121,7 +119,7 @@ class Group:
             for peer, (memory, start, size) in enumerate(meeting.arrays(data, outputs))
         ]
 
-    def _copied(self, source: Array, target: Array) -> Program:
+    def _copied(self, source: Array, target: Array) -> Calls:
         """The copy, if the two are not one memory."""
         return [(self.processor.copy, (target, source))] if address(source) != address(target) else []
 
@@ -137,8 +135,3 @@ def entry_of(
     """The entry of an operation on such data."""
     name, factor = (op.name, op.factor) if op else ("none", 1.0)
     return Entry(operation, data.dtype.name, name, root, elements, parts, factor)
-
-
-def starts_of(counts: Sequence[int]) -> tuple[int, ...]:
-    """The start of each part, and the end."""
-    return (0, *accumulate(counts))

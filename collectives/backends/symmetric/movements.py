@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from ...base.buffers import Buffer, unowned
-from ...base.partition import Splits
-from ...base.reduction import Call
+from ...base.partition import Splits, ranges
+from ...base.reduction import BoundCall
 from ...memory.shared_memory import SharedMemory
-from ..meeting import Entry, Meeting, Ranges
-from .group import Group, entry_of, starts_of
-from .operation import Movement, Operation
-from .processor import Program
+from ..meeting import Entry, Meeting
+from .group import Group, entry_of
+from .operation import Operation, PartRanges
+from .processor import Calls
 from .staging import Stages
 
 Array = np.ndarray[Any, Any]
@@ -29,12 +28,12 @@ class Movements(Group):
 
     def all_gather(self, out: Buffer, x: Buffer, counts: Sequence[int]) -> Operation:
         """Each rank reads the others' x, or writes its own to theirs."""
-        movement = Movement([(0, x.size)] * self.ranks, _ranges(counts), 1)
+        movement = PartRanges([(0, x.size)] * self.ranks, ranges(counts), 1)
         return self._move(entry_of("all_gather", out, elements=out.size), out, x, movement)
 
     def all_to_all(self, out: Buffer, x: Buffer, splits: Splits) -> Operation:
         """Each rank reads its part of the others' x, or writes its own to theirs."""
-        movement = Movement(_ranges(splits.leaving), _ranges(splits.arriving), self.ranks)
+        movement = PartRanges(ranges(splits.send_counts), ranges(splits.recv_counts), self.ranks)
         return self._move(entry_of("all_to_all", x), out, x, movement)
 
     def broadcast(self, x: Buffer, root: int) -> Operation:
@@ -42,42 +41,42 @@ class Movements(Group):
         everything, nothing = (0, x.size), [_NOTHING] * self.ranks
         leaving = [_NOTHING if peer == root else everything for peer in range(self.ranks)]
         arriving = [everything if peer == root else _NOTHING for peer in range(self.ranks)]
-        movement = Movement(leaving, nothing, 1) if self.rank == root else Movement(nothing, arriving, 1)
+        movement = PartRanges(leaving, nothing, 1) if self.rank == root else PartRanges(nothing, arriving, 1)
         return self._move(entry_of("broadcast", x, root=root, elements=x.size), x, x, movement)
 
     def gather(self, out: Buffer | None, x: Buffer, root: int, counts: Sequence[int]) -> Operation:
         """The others write their x to the root's out, all at once; the root reads small ones."""
         leaving = [(0, x.size) if peer == root else _NOTHING for peer in range(self.ranks)]
-        arriving = [_NOTHING] * self.ranks if out is None else _ranges(counts)
-        return self._move(entry_of("gather", x, root=root), out, x, Movement(leaving, arriving, 1))
+        arriving = [_NOTHING] * self.ranks if out is None else ranges(counts)
+        return self._move(entry_of("gather", x, root=root), out, x, PartRanges(leaving, arriving, 1))
 
     def scatter(self, out: Buffer, x: Buffer | None, root: int, counts: Sequence[int]) -> Operation:
         """Each rank reads its part of the root's x."""
-        leaving = [_NOTHING] * self.ranks if x is None else _ranges(counts)
+        leaving = [_NOTHING] * self.ranks if x is None else ranges(counts)
         arriving = [(0, out.size) if peer == root else _NOTHING for peer in range(self.ranks)]
-        return self._move(entry_of("scatter", out, root=root), out, x, Movement(leaving, arriving, self.ranks))
+        return self._move(entry_of("scatter", out, root=root), out, x, PartRanges(leaving, arriving, self.ranks))
 
-    def _move(self, entry: Entry, out: Buffer | None, x: Buffer | None, movement: Movement) -> Operation:
+    def _move(self, entry: Entry, out: Buffer | None, x: Buffer | None, movement: PartRanges) -> Operation:
         """Makes the call of a movement, which differs from others in who gives which part to whom."""
         some = x or out
         assert some is not None
         itemsize, me = some.dtype.itemsize, self.rank
         stages, staging = self._staged_movement(entry, some, out, x, movement), self.staging_of(entry)
 
-        def own() -> Program:
+        def own() -> Calls:
             (low, high), (start, stop) = movement.leaving[me], movement.arriving[me]
             return self._copied(x.flat[low:high], out.flat[start:stop]) if x and out and stop > start else []
 
-        def program(meeting: Meeting) -> Program | None:
+        def program(meeting: Meeting) -> Calls | None:
             largest = meeting.largest()
             if not largest:
                 return []
             if meeting.shared_output:  # one out for all: each puts its part there; if it is there, to meet was all
                 return [] if meeting.in_place else [*own(), self._barrier]
             nbytes = itemsize * (entry.elements or largest * self.ranks)
-            if self.stages(meeting, entry, nbytes):
+            if self.takes_staged_way(meeting, entry, nbytes):
                 stages.chunks = -(-largest // self._share(entry, some, movement))
-                staged: Call = (staging.run, (stages, some.dtype, meeting.filled))
+                staged: BoundCall = (staging.run, (stages, some.dtype, meeting.filled))
                 return [*own(), staged]
             if self._gives(meeting, entry, nbytes):
                 calls = own()
@@ -122,20 +121,23 @@ class Movements(Group):
         may = self._peers is not None and self.processor.leader is None and entry.operation == "gather"
         return may and (not meeting.pull or nbytes > _READ)
 
-    def _given(self, meeting: Meeting, taker: int, source: Array) -> Call:
-        """The call that writes what this rank has for the taker: in its program where it maps that memory, as then."""
+    def _given(self, meeting: Meeting, taker: int, source: Array) -> BoundCall:
+        """Makes the call that writes this rank's part to the taker.
+
+        That is a plain copy where this rank maps its memory, else the kernel's.
+        """
         assert self._peers is not None
         offset = meeting.arriving(taker, self.rank) * source.itemsize
         by_kernel = self._peers.write(taker, meeting.addresses(outputs=True)[taker] + offset, source)
         number, place = meeting.output(taker)
-        memory = self._allocator.numbered(number)
+        memory = self._allocator.find_by_number(number)
         if memory is None:
             return by_kernel
         target = unowned(memory.address + memory.offset(taker) + place + offset, source.size, source.dtype)
         return self._copy_while_mapped, (weakref.ref(memory), target, source, by_kernel)
 
     def _copy_while_mapped(
-        self, memory: weakref.ref[SharedMemory], target: Array, source: Array, otherwise: Call
+        self, memory: weakref.ref[SharedMemory], target: Array, source: Array, otherwise: BoundCall
     ) -> None:
         """target = source. memory: that of the target, which this rank may have freed, though its owner has not."""
         kept = memory()
@@ -145,9 +147,9 @@ class Movements(Group):
             function, arguments = otherwise
             function(*arguments)
 
-    def _all_moves(self, meeting: Meeting, x: Buffer, out: Buffer) -> Program:
+    def _all_moves(self, meeting: Meeting, x: Buffer, out: Buffer) -> Calls:
         """The leader copies for every rank; the others do nothing."""
-        calls: Program = []
+        calls: Calls = []
         if self.rank == self.processor.leader:
             sources, targets = self._arrays(meeting, x), self._arrays(meeting, out, outputs=True)
             for giver, source in enumerate(sources):
@@ -158,20 +160,20 @@ class Movements(Group):
                         calls += self._copied(source[low : low + size], target[start : start + size])
         return calls
 
-    def _share(self, entry: Entry, data: Buffer, movement: Movement) -> int:
+    def _share(self, entry: Entry, data: Buffer, movement: PartRanges) -> int:
         """Elements of a chunk that one rank gets."""
         return max(1, self.staging_of(entry).chunk_bytes // data.dtype.itemsize // movement.fan)
 
     def _staged_movement(
-        self, entry: Entry, some: Buffer, out: Buffer | None, x: Buffer | None, movement: Movement
+        self, entry: Entry, some: Buffer, out: Buffer | None, x: Buffer | None, movement: PartRanges
     ) -> Stages:
         size = self._share(entry, some, movement)
         slots = [0] * self.ranks if movement.fan == 1 else [peer * size for peer in range(self.ranks)]
         leaving = {slots[peer]: movement.leaving[peer] for peer, _ in self._others(movement.leaving)}
         arriving, copy = self._others(movement.arriving), self.processor.copy
 
-        def copy_in(chunk: int, scratch: list[Array]) -> Program:
-            calls: Program = []
+        def copy_in(chunk: int, scratch: list[Array]) -> Calls:
+            calls: Calls = []
             for slot, (start, stop) in leaving.items():
                 assert x is not None
                 part = x.flat[min(start + chunk * size, stop) : min(start + (chunk + 1) * size, stop)]
@@ -179,8 +181,8 @@ class Movements(Group):
                     calls.append((copy, (scratch[self.rank][slot : slot + part.size], part)))
             return calls
 
-        def copy_out(chunk: int, scratch: list[Array]) -> Program:
-            calls: Program = []
+        def copy_out(chunk: int, scratch: list[Array]) -> Calls:
+            calls: Calls = []
             for peer, (start, stop) in arriving:
                 assert out is not None
                 part = out.flat[min(start + chunk * size, stop) : min(start + (chunk + 1) * size, stop)]
@@ -190,7 +192,3 @@ class Movements(Group):
             return calls
 
         return Stages(1, [copy_in, copy_out])
-
-
-def _ranges(counts: Sequence[int]) -> Ranges:
-    return list(pairwise(starts_of(counts)))

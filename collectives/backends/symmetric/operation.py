@@ -13,7 +13,7 @@ from ...base.float_errors import Runner
 from ...native import compiled
 from ..meeting import Entry, Meeting, MeetsInMemory, Ranges
 from .group import Group
-from .processor import Processor, Program
+from .processor import Calls, Processor
 from .staging import BUFFERS, Stages
 from .steps import steps
 
@@ -21,7 +21,7 @@ _FROM_C = 256 << 10  # bytes of an operation; larger ones take so long that Pyth
 
 
 @dataclass(frozen=True, slots=True)
-class Movement:
+class PartRanges:
     """One rank's part of a movement: elements start <= i < stop of x for, and of out from, each rank.
 
     fan: into how many different parts x goes: 1 where every rank gets the same.
@@ -49,8 +49,8 @@ class Operation(MeetsInMemory):
         x: Buffer | None,
         out: Buffer | None,
         stages: Stages,
-        program: Callable[[Meeting], Program | None],
-        movement: Movement | None = None,
+        program: Callable[[Meeting], Calls | None],
+        movement: PartRanges | None = None,
         private_out: Buffer | None = None,
     ) -> None:
         self._group, self._entry, self._x, self._out = group, entry, x, out
@@ -70,7 +70,7 @@ class Operation(MeetsInMemory):
         self._find()
 
     def or_else(self, call: Callable[[], None]) -> Operation:
-        """Makes it the given call where not all arrays are symmetric; returns itself."""
+        """Sets the call that replaces it where the arrays are not symmetric; returns itself."""
         self._otherwise = call
         self._may_fill = self._fills_ahead()
         return self
@@ -91,7 +91,7 @@ class Operation(MeetsInMemory):
         ]
         self._may_fill = self._fills_ahead()
         self._seen = b""
-        self._program: Program = []
+        self._program: Calls = []
 
     def __call__(self) -> None:
         """Carries it out. Collective. Raises MismatchError on all ranks if they are in different operations."""
@@ -110,7 +110,7 @@ class Operation(MeetsInMemory):
         for function, arguments in self._program:
             function(*arguments)
 
-    def _work_out(self, seen: bytes) -> Program:
+    def _work_out(self, seen: bytes) -> Calls:
         x, out = (None if memory is None else memory() for memory in self._memories)
         meeting = Meeting(seen, self._group.meetings.names, x, out, moves=bool(self._ranges))
         self._stages.programs.clear()
@@ -123,32 +123,32 @@ class Operation(MeetsInMemory):
 
     # ---- the same from C ----------------------------------------------------------------------------------------
 
-    def from_c(self, around: Runner | None) -> Callable[[], None] | None:
+    def native_call(self, runner: Runner | None) -> Callable[[], None] | None:
         """Makes the same call from C, for small operations, in which Python takes longer than the bytes."""
         is_large = self._nbytes > _FROM_C and self._otherwise is None
         if compiled is None or is_large or type(self._group.processor) is not Processor:
             return None
-        places = self._group.meetings.in_c
+        places = self._group.meetings.native_arguments
         if places is None:
             return None
         made: Callable[[], None] = compiled.OneCopy(
-            slow=partial(around, self) if around else self,
-            go_on=partial(self._go_on, around),
-            known=partial(self._known, around),
-            staging=self._staging.words,
+            slow=partial(runner, self) if runner else self,
+            go_on=partial(self._go_on, runner),
+            known=partial(self._known, runner),
+            staging=self._staging.state,
             **places,
         )
         return made
 
-    def _go_on(self, around: Runner | None, turn: int) -> None:
+    def _go_on(self, runner: Runner | None, turn: int) -> None:
         """Does what follows the meeting of that turn."""
         follow = partial(self._run, self._group.meetings.rows(turn, with_ranges=bool(self._ranges)))
-        if around is None:
+        if runner is None:
             follow()
         else:
-            around(follow)
+            runner(follow)
 
-    def _known(self, around: Runner | None) -> tuple[Any, ...] | None:
+    def _known(self, runner: Runner | None) -> tuple[Any, ...] | None:
         """Lists what a call from C needs of the last one, as one_copy.c:learn reads it; None where nothing is known."""
         if not self._seen:
             return None
@@ -156,7 +156,7 @@ class Operation(MeetsInMemory):
         staged = bool(program) and program[-1][0] == self._staging.run
         if staged:
             program.pop()
-        into = partial(steps, barrier=self._group.meetings.barrier, around=around)
+        into = partial(steps, barrier=self._group.meetings.barrier, runner=runner)
         return (
             self._seen,
             *self._rows,

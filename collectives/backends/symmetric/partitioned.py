@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...base.buffers import Buffer, unowned
-from ...base.reduction import Call, Reduction
+from ...base.reduction import BoundCall, Reduction
 from ...errors import ArgumentError, MismatchError
 from ...memory.counters import STRIDE, Counters
 from ...memory.shared_memory import Allocator, SharedMemory
@@ -45,13 +45,13 @@ class Counts:
 
     memory: shared by the ranks, zero at first, with a file.
     start: the byte of it at which these begin, a multiple of STRIDE; they take `Counts.nbytes(ranks)` bytes.
-    crowded: see Counters.
+    oversubscribed: see Counters.
     """
 
-    def __init__(self, memory: SharedMemory, start: int, rank: int, ranks: int, *, crowded: bool) -> None:
+    def __init__(self, memory: SharedMemory, start: int, rank: int, ranks: int, *, oversubscribed: bool) -> None:
         numbers = start + STRIDE
         self.tickets = Tickets(memory, start)
-        self.handed_in = Counters(memory, numbers, numbers + ranks * STRIDE, rank, ranks, crowded=crowded)
+        self.handed_in = Counters(memory, numbers, numbers + ranks * STRIDE, rank, ranks, oversubscribed=oversubscribed)
 
     @staticmethod
     def nbytes(ranks: int) -> int:
@@ -60,7 +60,7 @@ class Counts:
 
 
 class Pool:
-    """The partitioned reductions of a group, of which one is under way at a time. crowded: see Counters.
+    """The partitioned reductions of a group, of which one is under way at a time. oversubscribed: see Counters.
 
     Each has counts of its own: what a slower rank has handed in to one that is abandoned would count for the next one.
     They lie in blocks of memory, which live as long as any of their reductions.
@@ -68,8 +68,8 @@ class Pool:
     made: how many reductions there were.
     """
 
-    def __init__(self, group: Group, allocator: Allocator, *, crowded: bool) -> None:
-        self.group, self._allocator, self._crowded = group, allocator, crowded
+    def __init__(self, group: Group, allocator: Allocator, *, oversubscribed: bool) -> None:
+        self.group, self._allocator, self._oversubscribed = group, allocator, oversubscribed
         self._block: SharedMemory | None = None
         self.made = 0
         self.under_way: Callable[[], PartitionedReduction | None] = lambda: None
@@ -83,7 +83,7 @@ class Pool:
         if self._block is None:
             return None
         self.made += 1
-        return Counts(self._block, place * nbytes, self.group.rank, ranks, crowded=self._crowded)
+        return Counts(self._block, place * nbytes, self.group.rank, ranks, oversubscribed=self._oversubscribed)
 
 
 class ArrayPosition(NamedTuple):
@@ -139,10 +139,12 @@ class PartitionedReduction(MeetsInMemory):
             for part, (data, size) in enumerate(zip(parts, sizes, strict=True))
             for first in range(0, data.size, size)
         ]
-        self._calls: dict[int, list[Call]] = {}
+        self._calls: dict[int, list[BoundCall]] = {}
 
     def hand_in(self, number: int) -> None:
-        """This rank's next array is ready. number: of the operation that will complete it, if nothing comes between.
+        """Hands in this rank's next array.
+
+        number: the operation that will reduce it, if this rank issues no other before.
 
         It is the generation's number, if the array is the first of one: the same on all ranks, and higher every time.
         Raises ArgumentError while a generation of another PartitionedReduction is under way.
@@ -161,7 +163,7 @@ class PartitionedReduction(MeetsInMemory):
             self._pool.under_way = lambda: None
 
     def __call__(self) -> None:
-        """Collective. Raises MismatchError on all ranks if they are in different operations."""
+        """Reduces what was handed in. Collective. Raises MismatchError on all ranks if they do not do the same."""
         count, self._count = self._count, 0
         self._pool.under_way = lambda: None
         first = self._generation * _DRAWN
@@ -169,8 +171,8 @@ class PartitionedReduction(MeetsInMemory):
             number = self._counts.tickets.draw(first) - first
             if number >= len(self._chunks) or self._chunks[number][0] >= count:
                 break
-            least = self._generation * _ARRAYS + self._chunks[number][0] + 1
-            if not self._counts.handed_in.wait_for_all(least, unless=self._entered):
+            target = self._generation * _ARRAYS + self._chunks[number][0] + 1
+            if not self._counts.handed_in.wait_for_all(target, has_moved_on=self._entered):
                 break  # which the meeting will find
             for function, arguments in self._calls_of(number):
                 function(*arguments)
@@ -185,13 +187,16 @@ class PartitionedReduction(MeetsInMemory):
         meeting = Meeting(group.meetings.publish(row), group.meetings.names, None, None)
         numbers, generations = meeting.addresses(outputs=True), meeting.addresses(outputs=False)
         if any(other != numbers[0] for other in numbers):
-            raise MismatchError("all_reduce: the ranks have handed in arrays of different partitioned_all_reduce")
+            raise MismatchError(
+                "all_reduce: the ranks handed in arrays to different PartitionedAllReduce objects; needs the same one "
+                "on every rank"
+            )
         if any(other != generations[0] for other in generations):
             named = zip(group.meetings.names, generations, strict=True)
             behind = sorted(name for name, other in named if other < max(generations))
             raise MismatchError(f"all_reduce: {listing(behind)} began to hand in arrays before the others")
 
-    def _calls_of(self, number: int) -> list[Call]:
+    def _calls_of(self, number: int) -> list[BoundCall]:
         if number in self._calls:
             return self._calls[number]
         part, first, stop = self._chunks[number]

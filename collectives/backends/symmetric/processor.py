@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from ...base.buffers import DType
-from ...base.reduction import Call, Reduction
+from ...base.reduction import BoundCall, Reduction
 from ...base.scratch import Scratch
 
 Array = np.ndarray[Any, Any]
-Program = list[Call]  # that carries out one rank's part of an operation
+Calls = list[BoundCall]  # that carries out one rank's part of an operation
 
 
 class Processor:
@@ -38,6 +38,6 @@ class Processor:
         outputs: Sequence[Array],
         dtype: DType,
         factors: Sequence[float],
-    ) -> list[Call]:
+    ) -> list[BoundCall]:
         """The calls that make each of outputs = inputs[0] (op) inputs[1] (op) ...; see `Reduction.calls`."""
         return op.calls(inputs, outputs, dtype, factors, self.blocks)

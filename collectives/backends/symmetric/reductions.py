@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from ...base.buffers import Buffer, DType
+from ...base.partition import nth_pieces, ranges
 from ...base.reduction import Reduction
 from ..meeting import Entry, Meeting, Ranges, parts_of
-from .group import Group, entry_of, starts_of
+from .group import Group, entry_of
 from .operation import Operation
-from .processor import Program
+from .processor import Calls
 from .staging import Stages
 
 Array = np.ndarray[Any, Any]
@@ -34,12 +34,12 @@ class Reductions(Group):
 
     def _reduce(self, entry: Entry, x: Buffer, op: Reduction, takers: Sequence[int]) -> Operation:
         takes = self.rank in takers
-        first, last = starts_of(self.slices(x.size))[self.rank : self.rank + 2]
+        first, last = ranges(self.slices(x.size))[self.rank]
         factors = [op.factor] * self.ranks
 
-        def program(meeting: Meeting) -> Program | None:
+        def program(meeting: Meeting) -> Calls | None:
             factors[:] = meeting.factors
-            if self.stages(meeting, entry, x.nbytes):
+            if self.takes_staged_way(meeting, entry, x.nbytes):
                 return None
             if meeting.pull:
                 whole = [a[first:last] for a in self._arrays(meeting, x)]
@@ -60,10 +60,10 @@ class Reductions(Group):
         """
         me, takes = self.rank, self.rank in takers
 
-        def copy_in(chunk: int, scratch: list[Array]) -> Program:
+        def copy_in(chunk: int, scratch: list[Array]) -> Calls:
             return [(self.processor.copy, (scratch[me][: x.size], x.flat))]
 
-        def work(chunk: int, scratch: list[Array]) -> Program:
+        def work(chunk: int, scratch: list[Array]) -> Calls:
             inputs = [s[: x.size] for s in scratch]
             return self.processor.calls(op, inputs, [x.flat], x.dtype, factors) if takes else []
 
@@ -80,15 +80,15 @@ class Reductions(Group):
         def slices(chunk: int) -> tuple[Array, slice, list[slice]]:
             """The chunk of x, this rank's slice of it, and what lies before and after that."""
             part = x.flat[chunk * size : (chunk + 1) * size]
-            low, high = starts_of(self.slices(part.size))[me : me + 2]
+            low, high = ranges(self.slices(part.size))[me]
             rest = [run for run in (slice(0, low), slice(high, part.size)) if run.stop > run.start]
             return part, slice(low, high), rest
 
-        def copy_in(chunk: int, scratch: list[Array]) -> Program:
+        def copy_in(chunk: int, scratch: list[Array]) -> Calls:
             part, _, rest = slices(chunk)
             return [(copy, (scratch[me][run], part[run])) for run in rest]
 
-        def work(chunk: int, scratch: list[Array]) -> Program:
+        def work(chunk: int, scratch: list[Array]) -> Calls:
             part, mine, _ = slices(chunk)
             inputs = [s[mine] for s in scratch]
             inputs[me] = part[mine]
@@ -97,7 +97,7 @@ class Reductions(Group):
             outputs = [part[mine], *outputs] if takes else outputs
             return self.processor.calls(op, inputs, outputs, x.dtype, factors)
 
-        def copy_out(chunk: int, scratch: list[Array]) -> Program:
+        def copy_out(chunk: int, scratch: list[Array]) -> Calls:
             part, _, rest = slices(chunk)
             return [(copy, (part[run], scratch[0][run])) for run in rest] if takes else []
 
@@ -105,37 +105,37 @@ class Reductions(Group):
 
     def reduce_scatter(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> Operation:
         """Each rank reduces its part of all inputs."""
-        starts, me = starts_of(counts), self.rank
+        parts, me = ranges(counts), self.rank
         entry = entry_of("reduce_scatter", x, op, elements=x.size, parts=parts_of(counts))
         size = max(1, self.staging_of(entry).chunk_bytes // x.dtype.itemsize // self.ranks)
         factors = [op.factor] * self.ranks
         copy = self.processor.copy
 
-        def copy_in(chunk: int, scratch: list[Array]) -> Program:
+        def copy_in(chunk: int, scratch: list[Array]) -> Calls:
             return [
                 (copy, (scratch[me][peer * size : peer * size + high - low], x.flat[low:high]))
-                for peer, (low, high) in enumerate(_pieces(starts, chunk, size))
+                for peer, (low, high) in enumerate(nth_pieces(parts, chunk, size))
                 if peer != me and high > low
             ]
 
-        def work(chunk: int, scratch: list[Array]) -> Program:
-            low, high = _pieces(starts, chunk, size)[me]
+        def work(chunk: int, scratch: list[Array]) -> Calls:
+            low, high = nth_pieces(parts, chunk, size)[me]
             inputs = [s[me * size : me * size + high - low] for s in scratch]
             inputs[me] = x.flat[low:high]
-            target = out.flat[low - starts[me] : high - starts[me]]
+            target = out.flat[low - parts[me][0] : high - parts[me][0]]
             return self.processor.calls(op, inputs, [target], x.dtype, factors)
 
-        def program(meeting: Meeting) -> Program | None:
+        def program(meeting: Meeting) -> Calls | None:
             factors[:] = meeting.factors
-            if self.stages(meeting, entry, x.nbytes):
+            if self.takes_staged_way(meeting, entry, x.nbytes):
                 return None
-            if self.processor.leader is not None and meeting.scatters_in_place(starts):
-                calls = self._all_parts(self._arrays(meeting, x), starts, op, x.dtype, factors)
+            if self.processor.leader is not None and meeting.scatters_in_place(parts):
+                calls = self._all_parts(self._arrays(meeting, x), parts, op, x.dtype, factors)
                 return [*calls, self._barrier]
             if meeting.pull:
-                mine = [a[starts[me] : starts[me + 1]] for a in self._arrays(meeting, x)]
+                mine = [a[slice(*parts[me])] for a in self._arrays(meeting, x)]
                 return [*self.processor.calls(op, mine, [out.flat], x.dtype, factors), self._barrier]
-            return self._reduce_direct(meeting, x, starts[me : me + 2], out, op, ())
+            return self._reduce_direct(meeting, x, parts[me], out, op, ())
 
         stages = Stages(-(-max(counts) // size), [copy_in, work])
         return Operation(self, entry, x, None, stages, program, private_out=out)
@@ -154,27 +154,27 @@ class Reductions(Group):
         size = self.staging_of(entry).chunk_bytes // x.dtype.itemsize
         factors = [op.factor] * self.ranks
 
-        def calls(inputs: list[Array], out: Array) -> Program:
+        def calls(inputs: list[Array], out: Array) -> Calls:
             if not inputs or (operation == "scan" and count == 1 and not op.premultiplied):
                 return []  # x stays as it is
             return self.processor.calls(op, inputs, [out], x.dtype, factors)
 
-        def copy_in(chunk: int, scratch: list[Array]) -> Program:
+        def copy_in(chunk: int, scratch: list[Array]) -> Calls:
             part = x.flat[chunk * size : (chunk + 1) * size]
             return [] if is_last else [(self.processor.copy, (scratch[me][: part.size], part))]
 
-        def work(chunk: int, scratch: list[Array]) -> Program:
+        def work(chunk: int, scratch: list[Array]) -> Calls:
             part = x.flat[chunk * size : (chunk + 1) * size]
             return calls([part if rank == me else scratch[rank][: part.size] for rank in range(count)], part)
 
-        def program(meeting: Meeting) -> Program | None:
+        def program(meeting: Meeting) -> Calls | None:
             factors[:] = meeting.factors
             if self.staging_of(entry).is_possible():
                 return None
             assert self._peers is not None
             itemsize, places, take = x.dtype.itemsize, meeting.addresses(outputs=False), self.processor.blocks.take
             blocks = [take(f"rank {rank}", _DIRECT_BLOCK).view(x.dtype.storage) for rank in range(count)]
-            steps: Program = []
+            steps: Calls = []
             for low in range(0, x.size, _DIRECT_BLOCK // itemsize):
                 part = x.flat[low : low + _DIRECT_BLOCK // itemsize]
                 inputs = [part if rank == me else blocks[rank][: part.size] for rank in range(count)]
@@ -187,18 +187,18 @@ class Reductions(Group):
         return Operation(self, entry, x, None, Stages(-(-x.size // size), [copy_in, work]), program)
 
     def _all_parts(
-        self, arrays: list[Array], starts: Sequence[int], op: Reduction, dtype: DType, factors: Sequence[float]
-    ) -> Program:
+        self, arrays: list[Array], parts: Ranges, op: Reduction, dtype: DType, factors: Sequence[float]
+    ) -> Calls:
         """The leader reduces every rank's part, in place of the part of that rank's array; the others do nothing."""
-        calls: Program = []
+        calls: Calls = []
         for rank in range(self.ranks) if self.rank == self.processor.leader else ():
-            parts = [a[starts[rank] : starts[rank + 1]] for a in arrays]
-            calls += self.processor.calls(op, parts, [parts[rank]], dtype, factors)
+            inputs = [a[slice(*parts[rank])] for a in arrays]
+            calls += self.processor.calls(op, inputs, [inputs[rank]], dtype, factors)
         return calls
 
     def _reduce_direct(
         self, meeting: Meeting, x: Buffer, part: Sequence[int], out: Buffer | None, op: Reduction, takers: Sequence[int]
-    ) -> Program:
+    ) -> Calls:
         """Reduces elements part[0] <= i < part[1] of all inputs, in blocks, into out and into the takers' x."""
         assert self._peers is not None
         itemsize, me, factors = x.dtype.itemsize, self.rank, meeting.factors
@@ -207,7 +207,7 @@ class Reductions(Group):
         take, storage = self.processor.blocks.take, x.dtype.storage
         blocks = [take(f"rank {rank}", size * itemsize).view(storage) for rank in range(self.ranks + 1)]
         first, last = part
-        program: Program = []
+        program: Calls = []
         for low in range(first, last, size):
             high = min(low + size, last)
             inputs = [x.flat[low:high] if peer == me else blocks[peer][: high - low] for peer in range(self.ranks)]
@@ -220,8 +220,3 @@ class Reductions(Group):
                 if taker != me:
                     program.append(self._peers.write(taker, places[taker] + low * itemsize, result))
         return [*program, self._barrier]
-
-
-def _pieces(starts: Sequence[int], chunk: int, size: int) -> Ranges:
-    """The chunk-th `size` elements of every part."""
-    return [(min(low + chunk * size, high), min(low + (chunk + 1) * size, high)) for low, high in pairwise(starts)]

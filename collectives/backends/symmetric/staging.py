@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from ...base.buffers import DType
-from ...base.reduction import Call
+from ...base.reduction import BoundCall
 from ...errors import OperationError
 from ...memory.shared_memory import Allocator, SharedMemory
 from ..meeting import Meetings
-from .processor import Program
+from .processor import Calls
 
 Array = np.ndarray[Any, Any]
 
@@ -43,9 +43,9 @@ class Stages:
     """
 
     chunks: int
-    steps: list[Callable[[int, list[Array]], Program]]
-    fillings: dict[int, Program] = field(default_factory=dict)
-    programs: dict[int, Program] = field(default_factory=dict)
+    steps: list[Callable[[int, list[Array]], Calls]]
+    fillings: dict[int, Calls] = field(default_factory=dict)
+    programs: dict[int, Calls] = field(default_factory=dict)
 
 
 class Staging:
@@ -54,7 +54,7 @@ class Staging:
     chunk_bytes: of scratch, a rank and buffer.
     optional: whether there is another way, so that it need not be had.
 
-    words: the buffer that the next chunk goes to, and whether `is_ready`.
+    state: the buffer that the next chunk goes to, and whether `is_ready`.
     """
 
     def __init__(self, meetings: Meetings, allocator: Allocator, chunk_bytes: int, *, optional: bool = False) -> None:
@@ -64,18 +64,18 @@ class Staging:
         self._memory: SharedMemory | None = None
         self._tried = False
         self._views: dict[str, list[list[Array]]] = {}
-        self.words = array("q", [0, 0])
+        self.state = array("q", [0, 0])
 
     @property
     def is_ready(self) -> bool:
         """Returns whether `fill` can be called: there is memory, since an earlier operation."""
-        return bool(self.words[1])
+        return bool(self.state[1])
 
     def is_possible(self) -> bool:
         """Returns whether there is memory for it, which it asks for the first time. Collective."""
         if not self._tried:
             self._memory = self._allocator.allocate(BUFFERS * self.chunk_bytes, optional=self._optional)
-            self._tried, self.words[1] = True, self._memory is not None
+            self._tried, self.state[1] = True, self._memory is not None
         return self.is_ready
 
     def places(self) -> tuple[int, int, int, int]:
@@ -86,7 +86,7 @@ class Staging:
     def fill(self, stages: Stages, dtype: DType) -> None:
         """Copies the first chunk in, before the ranks meet."""
         if stages.chunks:
-            turn = self.words[0]
+            turn = self.state[0]
             filling = stages.fillings.get(turn)
             if filling is None:
                 filling = stages.fillings[turn] = stages.steps[0](0, self._buffers(dtype)[turn])
@@ -98,7 +98,7 @@ class Staging:
 
         filled: whether all ranks have called `fill`.
         """
-        turn = self.words[0]
+        turn = self.state[0]
         program = stages.programs.get(turn)
         if program is not None:
             for function, arguments in program:
@@ -108,16 +108,16 @@ class Staging:
             _run(program)
         else:
             _run(self._calls(stages, dtype, filled))
-        self.words[0] = (turn + stages.chunks) % BUFFERS
+        self.state[0] = (turn + stages.chunks) % BUFFERS
 
-    def _calls(self, stages: Stages, dtype: DType, filled: bool) -> Iterator[Call]:
+    def _calls(self, stages: Stages, dtype: DType, filled: bool) -> Iterator[BoundCall]:
         """The calls of `run`, as they are worked out."""
         buffers, chunks = self._buffers(dtype), stages.chunks
         last = chunks + len(stages.steps) - 2
         for tick in range(int(filled), last + 1):
             for delay, step in enumerate(stages.steps):
                 if 0 <= tick - delay < chunks:
-                    yield from step(tick - delay, buffers[(self.words[0] + tick - delay) % BUFFERS])
+                    yield from step(tick - delay, buffers[(self.state[0] + tick - delay) % BUFFERS])
             if tick < last:
                 yield self._meetings.barrier, ()
 
@@ -136,6 +136,6 @@ class Staging:
         return made
 
 
-def _run(program: Iterable[Call]) -> None:
+def _run(program: Iterable[BoundCall]) -> None:
     for function, arguments in program:
         function(*arguments)

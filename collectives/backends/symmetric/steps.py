@@ -10,7 +10,7 @@ import numpy as np
 
 from ...base.buffers import address
 from ...base.float_errors import Runner
-from .processor import Processor, Program
+from .processor import Calls, Processor
 
 Function = Callable[..., Any]
 Step = tuple[Any, ...]
@@ -19,18 +19,18 @@ _WITH_NUMBER: dict[Any, int] = {np.multiply: MULTIPLY, np.divide: DIVIDE}
 _FLOATS = ("f4", "f8")
 
 
-def steps(program: Program | None, barrier: Function, around: Runner | None) -> list[Step] | None:
+def steps(program: Calls | None, barrier: Function, runner: Runner | None) -> list[Step] | None:
     """The steps of a program, behind each other; None for None.
 
     barrier: the ranks', which C makes itself.
-    around: runs what is called in Python; None where nothing need be.
+    runner: runs what is called in Python; None where nothing need be.
 
     They hold the addresses of the program's arrays, which its user keeps.
     """
-    return None if program is None else [_step(*call, barrier, around) for call in program]
+    return None if program is None else [_step(*call, barrier, runner) for call in program]
 
 
-def _step(function: Function, arguments: tuple[Any, ...], barrier: Function, around: Runner | None) -> Step:
+def _step(function: Function, arguments: tuple[Any, ...], barrier: Function, runner: Runner | None) -> Step:
     if function is barrier:
         return (MEET,)
     if getattr(function, "__func__", function) in (Processor.copy, np.copyto):
@@ -45,9 +45,9 @@ def _step(function: Function, arguments: tuple[Any, ...], barrier: Function, aro
         first, by, out = arguments
         if _is_summed(out) and _alike(out, first) and np.ndim(by) == 0:
             return _WITH_NUMBER[function], out.itemsize, address(out), address(first), float(by), out.size
-    if around is None:
+    if runner is None:
         return CALL, function, arguments
-    return CALL, around, (partial(function, *arguments),)
+    return CALL, runner, (partial(function, *arguments),)
 
 
 def _is_summed(out: Any) -> bool:

@@ -48,7 +48,7 @@ def gather_rounds(rank: int, ranks: int) -> list[Round]:
 
 
 def all_gather(ranks: int) -> Schedule:
-    """log2 p rounds, rounded up; n (p - 1) / p bytes a rank."""
+    """Gathers in log2 p rounds, rounded up; n (p - 1) / p bytes a rank."""
 
     def rounds(rank: int) -> list[Round]:
         own: Round = (copy(chunk(Role.IN, rank), chunk(Role.OUT, rank)),)
@@ -74,7 +74,7 @@ def _copies(pairs: list[tuple[tuple[Role, int], tuple[Role, int]]]) -> Round:
 
 
 def all_to_all(ranks: int) -> Schedule:
-    """log2 p rounds, rounded up, of at most n / 2 bytes; for equal cuts on all ranks.
+    """Exchanges chunks in log2 p rounds, rounded up, of at most n / 2 bytes; for equal cuts on all ranks.
 
     Work begins with the message that is sent; what comes in round k stays in an area of its own until it goes on.
     """

@@ -108,36 +108,27 @@ def _rounds(rank: int, ranks: int, root: int, cut: int, *, up: bool, down: bool)
     return [tuple(at[time]) for time in sorted(at) if at[time]]
 
 
-def broadcast(ranks: int, root: int = 0, cut: int = 1) -> Schedule:
-    """Broadcasts the root's out to every rank's. cut: pieces of each half."""
+def _schedule(operation: str, ranks: int, root: int, cut: int, *, up: bool, down: bool) -> Schedule:
     return Schedule(
         "double_tree",
-        "broadcast",
+        operation,
         ranks,
         2 * cut,
-        lambda rank: _rounds(rank, ranks, root, cut, up=False, down=True),
-        root,
+        lambda rank: _rounds(rank, ranks, root, cut, up=up, down=down),
+        0 if up and down else root,
     )
+
+
+def broadcast(ranks: int, root: int = 0, cut: int = 1) -> Schedule:
+    """Broadcasts the root's out to every rank's. cut: pieces of each half."""
+    return _schedule("broadcast", ranks, root, cut, up=False, down=True)
 
 
 def reduce_to_root(ranks: int, root: int = 0, cut: int = 1) -> Schedule:
-    """Into the root's out. cut: pieces of each half."""
-    return Schedule(
-        "double_tree",
-        "reduce",
-        ranks,
-        2 * cut,
-        lambda rank: _rounds(rank, ranks, root, cut, up=True, down=False),
-        root,
-    )
+    """Reduces to the root's out. cut: pieces of each half."""
+    return _schedule("reduce", ranks, root, cut, up=True, down=False)
 
 
 def all_reduce(ranks: int, root: int = 0, cut: int = 1) -> Schedule:
-    """Reduction to rank 0 and broadcast from there; some pieces go down while others go up."""
-    return Schedule(
-        "double_tree",
-        "all_reduce",
-        ranks,
-        2 * cut,
-        lambda rank: _rounds(rank, ranks, root, cut, up=True, down=True),
-    )
+    """Reduces to rank 0 and broadcasts from there; some pieces go down while others go up."""
+    return _schedule("all_reduce", ranks, root, cut, up=True, down=True)

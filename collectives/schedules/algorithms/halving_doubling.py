@@ -24,12 +24,12 @@ def _reduce_rounds(rank: int, ranks: int) -> list[Round]:
 
 
 def reduce_scatter(ranks: int) -> Schedule:
-    """log2 p rounds, rounded up; rank r ends with chunk r."""
+    """Reduce-scatters in log2 p rounds, rounded up; rank r ends with chunk r."""
     return Schedule("halving_doubling", "reduce_scatter", ranks, ranks, lambda rank: _reduce_rounds(rank, ranks))
 
 
 def all_reduce(ranks: int) -> Schedule:
-    """Reduce-scatter, then all-gather: 2 log2 p rounds, rounded up, 2 n (p - 1) / p bytes a rank."""
+    """Reduce-scatters, then gathers: 2 log2 p rounds, rounded up, 2 n (p - 1) / p bytes a rank."""
     return Schedule(
         "halving_doubling",
         "all_reduce",

@@ -29,9 +29,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
 
-from ...base.partition import even_counts
+from ...base.partition import even_counts, ranges
 from ..schedule import Chunks, Role, Round, Schedule, Step, chunk, copy, finish, recv, send
 from ..schedule import reduce as reduce_step
 
@@ -238,13 +237,13 @@ def leaders(nodes: Nodes, root: int) -> list[int]:
 
 @lru_cache(maxsize=64)
 def reduce(nodes: Nodes, root: int = 0) -> Schedule:
-    """Slices are added up inside each node and collected by its leader; the leaders' sums are added by the root."""
+    """Reduces slices inside each node, collects them on its leader, and adds the leaders' sums on the root."""
     chunks = max(map(len, nodes))
     heads = leaders(nodes, root)
 
     def rounds(rank: int) -> list[Round]:
         members, head = next((m, h) for m, h in zip(nodes, heads, strict=True) if rank in m)
-        slices = list(pairwise((0, *accumulate(even_counts(chunks, len(members))))))
+        slices = ranges(even_counts(chunks, len(members)))
         mine = slices[members.index(rank)]
         others = [(other, part) for other, part in zip(members, slices, strict=True) if other != rank]
         combine = [send(Chunks(Role.WORK, *part), other) for other, part in others]

@@ -10,7 +10,7 @@ from ..schedule import Role, Round, Schedule, chunk, copy, recv, send
 
 
 def all_to_all(ranks: int) -> Schedule:
-    """Chunk q of rank r's in becomes chunk r of rank q's out."""
+    """Sends chunk q of rank r's in to chunk r of rank q's out."""
 
     def rounds(rank: int) -> list[Round]:
         own: Round = (copy(chunk(Role.IN, rank), chunk(Role.OUT, rank)),)

@@ -19,7 +19,7 @@ from . import bruck
 
 
 def all_reduce(ranks: int) -> Schedule:
-    """log2 p rounds, each rank's partial result meets its partner's; both add them in the order of the ranks."""
+    """Reduces in log2 p rounds: partners exchange partial results, and both add them in the order of the ranks."""
     core = 1 << ranks.bit_length() - 1
     partial, result = chunk(Role.WORK, 0), chunk(Role.OUT, 0)
 
@@ -56,7 +56,7 @@ def gather_rounds(rank: int, ranks: int) -> list[Round]:
 
 
 def all_gather(ranks: int) -> Schedule:
-    """log2 p rounds, rounded up; what a rank sends doubles from round to round."""
+    """Gathers in log2 p rounds, rounded up; what a rank sends doubles from round to round."""
 
     def rounds(rank: int) -> list[Round]:
         own: Round = (copy(chunk(Role.IN, rank), chunk(Role.OUT, rank)),)

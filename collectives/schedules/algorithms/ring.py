@@ -39,12 +39,12 @@ def _gather_rounds(rank: int, ranks: int) -> list[Round]:
 
 
 def reduce_scatter(ranks: int) -> Schedule:
-    """p - 1 rounds; rank r ends with chunk r."""
+    """Reduce-scatters in p - 1 rounds; rank r ends with chunk r."""
     return Schedule("ring", "reduce_scatter", ranks, ranks, lambda rank: _reduce_rounds(rank, ranks))
 
 
 def all_gather(ranks: int) -> Schedule:
-    """p - 1 rounds; chunk r starts at rank r, which copies it while it is sent."""
+    """Gathers in p - 1 rounds; chunk r starts at rank r, which copies it while it is sent."""
 
     def rounds(rank: int) -> list[Round]:
         own = copy(chunk(Role.IN, rank), chunk(Role.OUT, rank))
@@ -58,7 +58,7 @@ def all_gather(ranks: int) -> Schedule:
 
 
 def all_reduce(ranks: int) -> Schedule:
-    """Reduce-scatter, then all-gather: 2 (p - 1) rounds, 2 n (p - 1) / p bytes a rank."""
+    """Reduce-scatters, then gathers: 2 (p - 1) rounds, 2 n (p - 1) / p bytes a rank."""
     return Schedule(
         "ring",
         "all_reduce",

@@ -34,14 +34,14 @@ def _reduce_rounds(rank: int, ranks: int) -> list[Round]:
 
 
 def reduce_scatter(ranks: int) -> Schedule:
-    """p - 1 rounds; rank r ends with part r."""
+    """Reduce-scatters in p - 1 rounds; rank r ends with part r."""
     return Schedule(
         "ring_bidirectional", "reduce_scatter", ranks, 2 * ranks, lambda rank: _reduce_rounds(rank, ranks), pieces=2
     )
 
 
 def all_gather(ranks: int) -> Schedule:
-    """p - 1 rounds; part r starts at rank r."""
+    """Gathers in p - 1 rounds; part r starts at rank r."""
 
     def rounds(rank: int) -> list[Round]:
         start, stop = 2 * rank, 2 * rank + 2
@@ -52,7 +52,7 @@ def all_gather(ranks: int) -> Schedule:
 
 
 def all_reduce(ranks: int) -> Schedule:
-    """Reduce-scatter, then all-gather: 2 (p - 1) rounds, 2 n (p - 1) / p bytes a rank."""
+    """Reduce-scatters, then gathers: 2 (p - 1) rounds, 2 n (p - 1) / p bytes a rank."""
     return Schedule(
         "ring_bidirectional",
         "all_reduce",

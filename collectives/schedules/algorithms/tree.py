@@ -56,12 +56,12 @@ def broadcast(ranks: int, root: int = 0) -> Schedule:
 
 
 def reduce_to_root(ranks: int, root: int = 0) -> Schedule:
-    """Into the root's out, in log2 p rounds."""
+    """Reduces to the root's out, in log2 p rounds."""
     return Schedule("tree", "reduce", ranks, 1, lambda rank: _reduce_rounds(rank, ranks, root), root)
 
 
 def all_reduce(ranks: int) -> Schedule:
-    """Reduce to rank 0, then broadcast."""
+    """Reduces to rank 0, then broadcasts."""
     return Schedule(
         "tree",
         "all_reduce",
@@ -82,7 +82,7 @@ def _pieces(v: int, ranks: int, root: int) -> list[tuple[int, int]]:
 
 
 def gather(ranks: int, root: int = 0) -> Schedule:
-    """Chunk r of rank r to the root's out; every rank passes its whole subtree on in one go."""
+    """Gathers chunk r of each rank r in the root's out; a rank passes its whole subtree on at once."""
 
     def rounds(rank: int) -> list[Round]:
         v = (rank - root) % ranks
@@ -102,7 +102,7 @@ def gather(ranks: int, root: int = 0) -> Schedule:
 
 
 def scatter(ranks: int, root: int = 0) -> Schedule:
-    """Chunk r of the root's in to rank r's out; the gather backwards."""
+    """Scatters chunk r of the root's in to rank r's out: the gather backwards."""
 
     def rounds(rank: int) -> list[Round]:
         v = (rank - root) % ranks

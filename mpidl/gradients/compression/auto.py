@@ -32,7 +32,7 @@ import torch
 
 from collectives import Communicator, Work
 
-from ...comm_hooks import BucketShards, GradBucket, Handle, completed
+from ..grad_bucket import BucketShards, GradBucket, Handle, completed
 from .compressor import Compressor, Exchange, Section, Steps, rounded_up
 
 NONE = "none"
@@ -59,11 +59,11 @@ class Figure:
 def decide(plain: float, backward: float, figures: Sequence[Figure]) -> str:
     """Returns the method to take, or "none". plain, backward: seconds of the plain reduction, and of backward."""
     without = max(backward, plain)
-    best = min(figures, key=lambda each: _over_after(each, backward), default=None)
-    return NONE if best is None or _over_after(best, backward) >= _GAIN * without else best.method
+    best = min(figures, key=lambda each: _predicted_end(each, backward), default=None)
+    return NONE if best is None or _predicted_end(best, backward) >= _GAIN * without else best.method
 
 
-def part_of_bytes(
+def bytes_ratio(
     compressor: Compressor,
     elements: int,
     ranks: int,
@@ -71,7 +71,7 @@ def part_of_bytes(
     shapes: Sequence[torch.Size],
     itemsize: int = 4,
 ) -> float:
-    """Bytes of a method by those of gradients in full precision.
+    """Bytes that a method sends, divided by those in full precision.
 
     shapes: of the parameters.
     elements: of all; others as of `sent_bytes`.
@@ -86,7 +86,7 @@ def now() -> float:
     return time.perf_counter()
 
 
-def _over_after(figure: Figure, backward: float) -> float:
+def _predicted_end(figure: Figure, backward: float) -> float:
     return max(backward + figure.computed, figure.total)
 
 
@@ -102,7 +102,7 @@ class Uncompressed(Compressor):
         return NONE
 
     def reduce(self, section: Section, exchange: Exchange) -> Steps:
-        """Never called: the engine reduces by itself."""
+        """Raises AssertionError: the engine reduces by itself."""
         raise AssertionError("a bucket without compression has no section")
 
     def sent_bytes(self, elements: int, ranks: int, needs_all: bool, shapes: Sequence[torch.Size] = ()) -> float:
@@ -115,7 +115,7 @@ class Candidate(Protocol):
 
     @property
     def where(self) -> str:
-        """Where it compresses."""
+        """The ranks between which it compresses."""
 
     @property
     def compressor(self) -> Compressor:
@@ -161,23 +161,23 @@ class AutoChoice:
         self.chosen: str | None = None if candidates else NONE
         self.figures: list[Figure] = []
         self.left_out: list[str] = []
-        self.plain = self.backward = 0.0
+        self.plain_seconds = self.backward_seconds = 0.0
         self.tried: str | None = None
-        self.steps = {NONE: 0.0}  # seconds, by method
+        self.step_seconds = {NONE: 0.0}  # by method
         self._passes, self._begun, self._computed = 0, 0.0, 0.0
-        self._steps: list[float] = []
-        self._backward: list[float] = []
+        self._timed_steps: list[float] = []
+        self._timed_backwards: list[float] = []
         self._slowest = torch.zeros(2, dtype=torch.float64)
         self._agreed: Work | None = None
         if candidates:
             self._measure(parameters, shards, replicas, dtype)
 
-    def before(self, bucket: GradBucket) -> bool:
+    def note_launch(self, bucket: GradBucket) -> bool:
         """Notes the launch of a bucket; returns whether a trial begins or the choice is made just now."""
         changed = False
         if bucket.index() == 0:
             if self._passes > 1:
-                self._steps.append(now() - self._begun)
+                self._timed_steps.append(now() - self._begun)
             if self._passes == PASSES:
                 changed = True
                 self._decide()
@@ -185,9 +185,9 @@ class AutoChoice:
         if bucket.is_last() and self.chosen is None:
             self._passes += 1
             if self._passes > 1:
-                self._backward.append(time.thread_time() - self._computed)
+                self._timed_backwards.append(time.thread_time() - self._computed)
             if self._passes == PASSES:
-                self._slowest[0], self._slowest[1] = min(self._backward), min(self._steps)
+                self._slowest[0], self._slowest[1] = min(self._timed_backwards), min(self._timed_steps)
                 self._agreed = self._agree.all_reduce(self._slowest, "max", async_op=True)
         return changed
 
@@ -196,29 +196,30 @@ class AutoChoice:
         assert self._agreed is not None
         self._agreed.wait()
         backward, step = self._slowest.tolist()
-        self._passes, self._steps, self._backward = 0, [], []
+        self._passes, self._timed_steps, self._timed_backwards = 0, [], []
         if self.tried is None:
-            self.backward, self.steps[NONE] = backward, step
-            best = decide(self.plain, backward, self.figures)
+            self.backward_seconds, self.step_seconds[NONE] = backward, step
+            best = decide(self.plain_seconds, backward, self.figures)
             self.chosen, self.tried = (NONE, None) if best == NONE else (None, best)
         else:
-            self.steps[self.tried] = step
-            self.chosen = self.tried if step < _GAIN * self.steps[NONE] else NONE
+            self.step_seconds[self.tried] = step
+            self.chosen = self.tried if step < _GAIN * self.step_seconds[NONE] else NONE
 
     @property
     def chooses_none(self) -> bool:
         """Returns whether the choice is to send in full precision."""
         return self.chosen == NONE
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """The choice in one line."""
         where = f" {self.candidates[self.chosen].where.replace('_', ' ')}" if self.chosen in self.candidates else ""
         said = f"compress: auto chose {self.chosen}{where}"
         if self.figures:
             times = ", ".join(f"{each.method} {each.total:.3g}" for each in self.figures)
-            said += f"; seconds to reduce: plain {self.plain:.3g}, {times}; backward {self.backward:.3g}"
+            said += f"; seconds to reduce: plain {self.plain_seconds:.3g}, {times}"
+            said += f"; backward {self.backward_seconds:.3g}"
             said += f"; too many bytes: {', '.join(self.left_out)}" if self.left_out else ""
-            said += f"; a step: {', '.join(f'{name} {seconds:.3g}' for name, seconds in self.steps.items())}"
+            said += f"; a step: {', '.join(f'{name} {seconds:.3g}' for name, seconds in self.step_seconds.items())}"
         return said
 
     def _measure(
@@ -273,20 +274,20 @@ class AutoChoice:
             for _ in range(_REPETITIONS):
                 made = buckets()
                 self._world.barrier()
-                begun, used = time.perf_counter(), time.thread_time()
+                begun, computed_from = time.perf_counter(), time.thread_time()
                 handles = [start(bucket) for bucket in made]
                 for handle in handles:
                     handle.wait()
-                found.append((time.perf_counter() - begun, time.thread_time() - used))
+                found.append((time.perf_counter() - begun, time.thread_time() - computed_from))
             slowest = torch.tensor(min(found[1:]), dtype=torch.float64) * scale
             self._world.all_reduce(slowest, "max")
             return float(slowest[0]), float(slowest[1])
 
-        self.plain, _ = timed(lambda bucket: plain(bucket.buffer()))
+        self.plain_seconds, _ = timed(lambda bucket: plain(bucket.buffer()))
         needs_all, shapes = shards is None or replicas is not None, [p.shape for p in parameters]
         for name, reduction in self.candidates.items():
-            part = part_of_bytes(reduction.compressor, total, reduction.peers, needs_all, shapes, dtype.itemsize)
-            if part >= _GAIN:
+            ratio = bytes_ratio(reduction.compressor, total, reduction.peers, needs_all, shapes, dtype.itemsize)
+            if ratio >= _GAIN:
                 self.left_out.append(name)
                 continue
             self.figures.append(Figure(name, *timed(lambda bucket, reduction=reduction: reduction(None, bucket))))  # type: ignore[misc]

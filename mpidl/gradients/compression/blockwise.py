@@ -8,7 +8,7 @@
 Any number of values. Bytes an element: 1 + 4/256 or 0.5 + 4/256. A block with a value that is not finite has a scale
 that is not, so that the mean of all its values is NaN on every rank.
 
-The blocks go through in chunks that stay in the cache, and large enough that calls of torch cost little.
+The blocks are converted in chunks that stay in the cache, and large enough that calls of torch cost little.
 
 Source: Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", section 3.1;
 the blocks of Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization".

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from ...comm_hooks import GradBucket
+from ..grad_bucket import GradBucket
 from .bucket_section import BucketSection
 from .compressor import Matrix, Section, Steps, started
 from .ranks import Method
@@ -22,17 +22,17 @@ from .ranks import Method
 class BucketReduction:
     """The reduction of a bucket.
 
-    kept: its section.
+    bucket_section: its section.
     method: what reduces it.
     contributions: ranks whose gradients are averaged.
     names: of parameters, some of which may have none.
     step: number of passes before this one.
     begins_step: it is the first since the optimizer stepped.
-    window: to be undone; None: never.
+    window: number of the window whose undo takes this pass back; None: no undo.
     """
 
     bucket: GradBucket
-    kept: BucketSection
+    bucket_section: BucketSection
     method: Method
     contributions: int
     names: Mapping[torch.nn.Parameter, str]
@@ -42,12 +42,12 @@ class BucketReduction:
 
     def target(self) -> torch.Tensor:
         """The elements of the bucket that become the mean: all, or the needed ones."""
-        flat, is_whole = self.bucket.buffer(), self.kept.layout.needs_all and not self.method.ranks.is_hybrid
+        flat, is_whole = self.bucket.buffer(), self.bucket_section.layout.needs_all and not self.method.ranks.is_hybrid
         return flat if is_whole else flat[self.bucket.needed()]
 
     def steps(self) -> Steps:
         """Yields the operations of each phase."""
-        flat, layout, ranks = self.bucket.buffer(), self.kept.layout, self.method.ranks
+        flat, layout, ranks = self.bucket.buffer(), self.bucket_section.layout, self.method.ranks
         summed, inside = flat, ranks.reduce_scatter_comm
         if inside is not None:
             summed, works = flat.new_empty(layout.size), []
@@ -75,7 +75,7 @@ class BucketReduction:
 
     def _section(self, summed: torch.Tensor) -> Section:
         """Adds a pass's gradients to the remainder, for the compressor to reduce."""
-        compressor, kept = self.method.compressor, self.kept
+        compressor, bucket_section = self.method.compressor, self.bucket_section
         absorb = partial(
             compressor.absorb,
             begins_step=self.begins_step,
@@ -83,23 +83,23 @@ class BucketReduction:
             ranks=self.method.ranks.peers,
         )
         return Section(
-            key=kept,
-            values=kept.add(summed, self.window, absorb).float(),
+            key=bucket_section,
+            values=bucket_section.add(summed, self.window, absorb).float(),
             result=self._result(),
-            pieces=kept.layout.pieces,
+            pieces=bucket_section.layout.pieces,
             parameters=self._whole_parameters(),
             contributions=self.contributions,
-            needs_all=kept.layout.needs_all,
-            keeps_remainder=kept.values is not None,
+            needs_all=bucket_section.layout.needs_all,
+            keeps_remainder=bucket_section.values is not None,
             step=self.step,
-            repeats=kept.repeats,
+            repeats=bucket_section.repeats,
             needed=self._needed(),
-            arrays=() if kept.values is None else [*kept.values[1:]],
+            arrays=() if bucket_section.values is None else [*bucket_section.values[1:]],
         )
 
     def _result(self) -> torch.Tensor:
         """Memory of fp32 for the mean: the bucket's own where it fits."""
-        flat, needed, layout = self.bucket.buffer(), self.bucket.needed(), self.kept.layout
+        flat, needed, layout = self.bucket.buffer(), self.bucket.needed(), self.bucket_section.layout
         ranks = self.method.ranks
         if layout.needs_all and (self.method.compressor.needs_whole or not ranks.is_hybrid):
             fits, size = ranks.reduce_scatter_comm is None, layout.size
@@ -119,9 +119,9 @@ class BucketReduction:
     def _whole_parameters(self) -> Sequence[Matrix]:
         if not self.method.compressor.needs_whole:
             return ()
-        kept = self.kept
-        ((_, first, last),) = kept.layout.parts()
-        pairs = zip(kept.parameters, kept.starts, strict=True)
+        bucket_section = self.bucket_section
+        ((_, first, last),) = bucket_section.layout.parts()
+        pairs = zip(bucket_section.parameters, bucket_section.starts, strict=True)
         return [Matrix(p, start - first, self.names.get(p, "")) for p, start in pairs if first <= start < last]
 
 

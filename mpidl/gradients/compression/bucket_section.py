@@ -47,7 +47,7 @@ class BucketSection:
     ) -> torch.Tensor:
         """Adds a pass's sums to the remainder and returns it; without a remainder returns the sums.
 
-        window: to be undone; None: never.
+        window: number of the window whose undo takes this pass back; None: no undo.
         absorb: makes of the sums what is added; gets the further arrays too.
         """
         if self.values is None:
@@ -87,7 +87,7 @@ class BucketSection:
         self.kept = []
 
     def _places(self) -> Iterator[tuple[torch.nn.Parameter, slice]]:
-        """Where each parameter lies in the section: a slice for each part of a block that has something of it."""
+        """Each parameter's place in the section: a slice for each part of a block that has something of it."""
         for p, begin in zip(self.parameters, self.starts, strict=True):
             for at, start, stop in self.layout.parts():
                 low, high = max(start, begin), min(stop, begin + p.numel())
@@ -100,7 +100,7 @@ class BucketSection:
         pairs = zip(self.parameters, self.starts, strict=True)
         return {p for p, at in pairs if any(start <= at < stop for start, stop in parts)}
 
-    def begins(self) -> Iterator[tuple[torch.nn.Parameter, int]]:
+    def first_parameters(self) -> Iterator[tuple[torch.nn.Parameter, int]]:
         """The first parameter that begins in each local rank's part of the bucket, and the elements of that part."""
         for block in self.layout.blocks:
             for rank, elements in enumerate(block.counts):

@@ -44,12 +44,12 @@ class Exchange:
 
     @property
     def rank(self) -> int:
-        """This rank's number among them."""
+        """This rank's number among the ranks that exchange."""
         return self.phases[0].rank
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
         return self.phases[0].size
 
 
@@ -252,7 +252,7 @@ class OwnedCompressor(Compressor):
         """Writes the values of a message to `out` (fp32, 1-D), or adds them."""
 
     def sent_bytes(self, elements: int, ranks: int, needs_all: bool, shapes: Sequence[torch.Size] = ()) -> float:
-        """The other ranks' pieces, and the mean of the own one to each of them if all need it: 2 (N-1)/N messages."""
+        """Counts what a rank sends: the others' pieces; with needs_all also the mean of its own to each of them."""
         once = (ranks - 1) * self.message_bytes(-(-elements // ranks))
         return once * 2 if needs_all else once
 

@@ -65,7 +65,7 @@ class DeepGradient(TopK):
 
     @property
     def name(self) -> str:
-        """With the settings that are not the default ones."""
+        """The method, and the settings that are not the default ones."""
         said = [f"dgc:{self.fraction:g}"]
         said += [] if self.momentum == 0.9 else [f"momentum={self.momentum:g}"]
         said += [f"warmup={self.warmup}"] if self.warmup else []

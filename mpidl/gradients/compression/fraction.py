@@ -30,10 +30,10 @@ class FractionCompressor(Compressor):
 
     @property
     def name(self) -> str:
-        """With the fraction."""
+        """The method and its fraction."""
         return f"{self.method}:{self.fraction:g}"
 
 
 def count_of(elements: int, fraction: float) -> int:
-    """How many of these values are sent: at least one, if there are any."""
+    """Counts the values that are sent: at least one, if there are any."""
     return min(elements, math.ceil(fraction * elements))

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 
 from .low_rank import FACTORS, MIN_RATE, RANK, LowRank, drawn
-from .matrices import View
+from .matrices import MatrixView
 from .options import Option, check, read
 
 RIDGE = Option(float, lambda value: 0 < value < 1, "a number between 0 and 1")
@@ -70,7 +70,7 @@ class GradZIP(LowRank):
     def _settings(self) -> list[str]:
         return [*super()._settings(), *([f"ridge={self.ridge:g}"] if self.ridge != 1e-4 else [])]
 
-    def begin(self, right: torch.Tensor, views: Sequence[View], step: int) -> torch.Tensor:
+    def begin(self, right: torch.Tensor, views: Sequence[MatrixView], step: int) -> torch.Tensor:
         """Scales Q to a mean square of 1 a column, and adds noise where its columns are dependent.
 
         P Q^T has nothing of this scale, but with error feedback the scale of an unscaled Q grows from step to step.

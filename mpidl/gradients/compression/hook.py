@@ -7,7 +7,8 @@
 
 All of it runs in the thread of the backward pass (`pipeline`); the operations run in the progress threads of the
 Communicators, one for each phase. Making a `CompressedReduction`, its first pass with other buckets and its state
-are collective.
+are collective. Every rank launches the same buckets in the same order, and each phase has a Communicator of its own, so
+nothing can deadlock (`pipeline`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import torch
 
 from collectives import Communicator
 
-from ...comm_hooks import GradBucket, Handle
 from ...errors import ConfigurationError, TrainingError
 from ...job import communicator_pool
 from ...job.agreement import check_everywhere
+from ..grad_bucket import GradBucket, Handle
 from .bucket_reduction import BucketReduction
 from .compressor import Compressor
 from .pipeline import Pipeline
@@ -86,7 +87,7 @@ class CompressedReduction:
         if settings.is_auto:
             self._measure(shards, replicas, dtype)
 
-    def serve(self) -> None:
+    def claim_compressor(self) -> None:
         """Notes that an engine reduces by this, so that no other one takes its compressor."""
         _SERVING.add(self)
 
@@ -103,7 +104,7 @@ class CompressedReduction:
 
         self.choice = AutoChoice(self._candidates, self._world, trained, shards, replicas, agree.comm, dtype)
         if self.choice.chosen is not None and self._world.rank == 0:
-            print(self.choice.told(), flush=True)
+            print(self.choice.summary(), flush=True)
 
     def __call__(self, state: Any, bucket: GradBucket) -> Handle:
         """Starts the reduction of a bucket."""
@@ -133,7 +134,7 @@ class CompressedReduction:
     def _note_launch(self, bucket: GradBucket) -> tuple[int, bool]:
         """Returns the passes before this one, and whether it begins a step."""
         choice = self.choice if self.steps >= self._start_step else None  # it would measure full precision
-        if choice is not None and choice.chosen is None and choice.before(bucket):
+        if choice is not None and choice.chosen is None and choice.note_launch(bucket):
             self._follow(choice)
         if bucket.index() == 0:
             self._begin_window()
@@ -149,7 +150,7 @@ class CompressedReduction:
 
     @property
     def where(self) -> str:
-        """Where it compresses: "between_nodes" or "everywhere"."""
+        """The ranks between which it compresses: "between_nodes" or "everywhere"."""
         return self._method.ranks.where
 
     @property
@@ -188,7 +189,7 @@ class CompressedReduction:
         """Takes over the method that is tried, or gives it up again, between two passes."""
         if auto.chosen is not None:
             if self._world.rank == 0:
-                print(auto.told(), flush=True)
+                print(auto.summary(), flush=True)
             auto.candidates, self._candidates = {}, {}
             if auto.chooses_none:
                 self._use(self._own)
@@ -230,7 +231,7 @@ class CompressedReduction:
         else:
             self._window.end(stepped=False)  # the step was made by hand, or given up
 
-    def miss(self, parameter: torch.nn.Parameter) -> None:
+    def note_missed(self, parameter: torch.nn.Parameter) -> None:
         """Notes, before its bucket is launched, that this rank's pass does not reach a parameter."""
         self._missed.add(parameter)
 
@@ -254,11 +255,11 @@ class CompressedReduction:
 
     @property
     def undoes_by_itself(self) -> bool:
-        """Returns whether a pass whose gradients are gone without a step is undone without word of a skip."""
+        """Returns whether `begin_pass` undoes a pass whose gradients are gone without a step."""
         return bool(self.settings.undo) and not self.chooses_none
 
     def announce_skips(self, scaled: bool = False) -> None:
-        """Keeps from now on what undoes a step, as some may be skipped. On every rank.
+        """Keeps the values before each step from now on, as steps may be skipped. On every rank.
 
         scaled: gradients are of a loss times a scale. Raises ConfigurationError where this cannot be.
         """
@@ -375,7 +376,7 @@ class CompressedReduction:
         Else these wait for the next pass: with DDP, in passes in full precision, before "auto" has chosen.
         """
         compresses = self._method.ranks.compresses and self.steps >= self._start_step
-        if self.buckets is not None and compresses and self._sections.wait:
+        if self.buckets is not None and compresses and self._sections.has_waiting:
             self._sections.lay_out(self.buckets())
 
 

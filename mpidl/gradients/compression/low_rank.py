@@ -32,7 +32,7 @@ import torch
 from collectives import Communicator, Work
 
 from .compressor import WAITING, Compressor, Exchange, Section, Steps, started
-from .matrices import View, of_parameter, of_section, parts_of, runs_outside, square_side
+from .matrices import MatrixView, of_parameter, of_section, parts_of, runs_outside, square_side
 from .options import Option, check
 
 RANK = Option(int, lambda value: isinstance(value, int) and value >= 1, "an integer from 1 up")
@@ -44,7 +44,7 @@ FACTORS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 class Group:
     """Matrices of one shape, whose factors lie side by side."""
 
-    views: tuple[View, ...]
+    views: tuple[MatrixView, ...]
 
     def factors(self, buffer: torch.Tensor, at: int, rank: int, left: bool) -> torch.Tensor:
         """Their part of a buffer from `at` on: (b, n, r) for left factors, (b, r, m) for transposed right ones."""
@@ -55,15 +55,18 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """A section's matrices and what is left. rest: (start, stop) of each run of it."""
+    """A section's matrices and what is left.
+
+    uncompressed: (start, stop) of each run of what is left.
+    """
 
     groups: tuple[Group, ...]
-    rest: tuple[tuple[int, int], ...]
+    uncompressed: tuple[tuple[int, int], ...]
 
     @cached_property
-    def rest_size(self) -> int:
+    def uncompressed_size(self) -> int:
         """Elements that are not compressed."""
-        return sum(stop - start for start, stop in self.rest)
+        return sum(stop - start for start, stop in self.uncompressed)
 
     def views(self, buffer: torch.Tensor, rank: int, left: bool) -> list[torch.Tensor]:
         """Each group's factors in a buffer of all of them."""
@@ -127,7 +130,7 @@ class LowRank(Compressor):
     # ---- what a method defines --------------------------------------------------------------------------------------
 
     @abstractmethod
-    def begin(self, right: torch.Tensor, views: Sequence[View], step: int) -> torch.Tensor:
+    def begin(self, right: torch.Tensor, views: Sequence[MatrixView], step: int) -> torch.Tensor:
         """Makes the right factors to multiply by, (b, m, r), of those kept."""
 
     @abstractmethod
@@ -152,7 +155,7 @@ class LowRank(Compressor):
                 view.times(values, right[number], left[number])
         yield sums.start(exchange.phases[0])
         sums.finish()
-        take_rest(plan, section, sums.rest)
+        average_uncompressed(plan, section, sums.uncompressed)
         lefts = [
             self.finish_left(left, right, section.contributions).contiguous()
             for left, right in zip(sums.by_group, rights, strict=True)
@@ -205,14 +208,14 @@ class LowRank(Compressor):
         lefts: Sequence[torch.Tensor],
         rights: Sequence[torch.Tensor],
     ) -> None:
-        """Makes the means of each group's factors, and takes them off the values."""
+        """Writes left right^T of each matrix to the result, and subtracts it from the values."""
         factor = section.contributions / exchange.size  # a peer's values may be the sum of its node
         are_finite = all(bool(torch.isfinite(each).all()) for each in (*lefts, *rights))
         for group, left, right_t in zip(plan.groups, lefts, rights, strict=True):
             for number, view in enumerate(group.views):
                 mine = left[number], right_t[number]
                 if section.keeps_remainder and (are_finite or all(bool(torch.isfinite(each).all()) for each in mine)):
-                    view.move(section.values, section.result, *mine, factor, section.needed_elements)
+                    view.subtract_product(section.values, section.result, *mine, factor, section.needed_elements)
                     continue
                 view.write(section.result, *mine, section.needed_elements)
                 if section.keeps_remainder:
@@ -234,7 +237,7 @@ class LowRank(Compressor):
         """The transposed factors kept of a group, (b, r, n or m)."""
         return torch.stack([self._factor(view, side, step) for view in group.views])
 
-    def _factor(self, view: View, side: str, step: int) -> torch.Tensor:
+    def _factor(self, view: MatrixView, side: str, step: int) -> torch.Tensor:
         shape = (self.rank, view.shape[side == "right"])
         for states in (self._kept, self._waiting):
             found = states.get(view.owner, {}).get(side)
@@ -276,7 +279,7 @@ class LowRank(Compressor):
         self._loaded = {p: [(side, f.shape) for side, f in kept.items()] for p, kept in self._waiting.items()}
 
     def lost_states(self, sections: Iterable[tuple[torch.nn.Parameter, int]]) -> tuple[int, int]:
-        """Returns it of factors, which fit everywhere unless they are of whole sections."""
+        """Returns how many parameters have loaded factors, and how many of them fit no section: 0 unless `batched`."""
         loaded = self._loaded
         fitting = {p for p, elements in sections if self._fits(loaded.get(p, ()), _as_square(elements))}
         return len(loaded), len(loaded.keys() - fitting) if self.batched else 0
@@ -299,8 +302,8 @@ class LowRank(Compressor):
         """2 (N-1)/N of the factors and of the rest, whatever is needed."""
         matrices = self._matrices(elements, shapes)
         factors = sum(rows + columns for rows, columns in matrices) * self.rank
-        rest = 0 if self.batched and matrices else elements - sum(rows * columns for rows, columns in matrices)
-        return 2 * (ranks - 1) / ranks * (factors * self.factors.itemsize + 4 * rest)
+        uncompressed = 0 if self.batched and matrices else elements - sum(rows * columns for rows, columns in matrices)
+        return 2 * (ranks - 1) / ranks * (factors * self.factors.itemsize + 4 * uncompressed)
 
     def state_bytes(self, shapes: Sequence[torch.Size]) -> int:
         """The right factors, fp32; with `batched` as if the parameters were one section."""
@@ -317,28 +320,28 @@ class Sums:
 
     factors: fp32, of all groups.
     by_group: each group's.
-    rest: what is not compressed, with the left factors, or as `with_rest` says.
+    uncompressed: what is sent in full precision, with the left factors, or as `with_uncompressed` says.
     """
 
     def __init__(
-        self, method: LowRank, plan: Plan, section: Section, left: bool, with_rest: bool | None = None
+        self, method: LowRank, plan: Plan, section: Section, left: bool, with_uncompressed: bool | None = None
     ) -> None:
         size = plan.size(method.rank, left)
-        rest_size = plan.rest_size if (left if with_rest is None else with_rest) else 0
+        uncompressed_size = plan.uncompressed_size if (left if with_uncompressed is None else with_uncompressed) else 0
         self._pool, self._dtype = method.pool, method.factors
-        self._whole = self._pool.take(size + rest_size, torch.float32, section.values.device)
-        self.factors, self.rest = self._whole[:size], self._whole[size:]
+        self._whole = self._pool.take(size + uncompressed_size, torch.float32, section.values.device)
+        self.factors, self.uncompressed = self._whole[:size], self._whole[size:]
         self.by_group = plan.views(self.factors, method.rank, left)
         self._rounded = self.factors
-        if rest_size:
-            torch.cat(parts_of(section.values, plan.rest), out=self.rest)
+        if uncompressed_size:
+            torch.cat(parts_of(section.values, plan.uncompressed), out=self.uncompressed)
 
     def start(self, comm: Communicator) -> list[Work]:
         """Starts them: one all-reduce, or two where factors are sent in 16 bits."""
         if self._dtype == torch.float32:
             return _all_reduced(comm, self._whole)
         self._rounded = self.factors.to(self._dtype)
-        return [*_all_reduced(comm, self.rest), *_all_reduced(comm, self._rounded)]
+        return [*_all_reduced(comm, self.uncompressed), *_all_reduced(comm, self._rounded)]
 
     def finish(self) -> None:
         """Makes the factors of what was sent."""
@@ -352,13 +355,13 @@ class Sums:
             self._pool.give_back(self._whole)
 
 
-def take_rest(plan: Plan, section: Section, rest: torch.Tensor) -> None:
+def average_uncompressed(plan: Plan, section: Section, uncompressed: torch.Tensor) -> None:
     """Makes the mean of what is not compressed; nothing of it remains."""
-    if plan.rest:
-        means = rest.div_(section.contributions).split([stop - start for start, stop in plan.rest])
-        torch._foreach_copy_(parts_of(section.result, plan.rest), list(means))
+    if plan.uncompressed:
+        means = uncompressed.div_(section.contributions).split([stop - start for start, stop in plan.uncompressed])
+        torch._foreach_copy_(parts_of(section.result, plan.uncompressed), list(means))
         if section.keeps_remainder:
-            torch._foreach_zero_(parts_of(section.values, plan.rest))
+            torch._foreach_zero_(parts_of(section.values, plan.uncompressed))
 
 
 def drawn(shape: tuple[int, int], name: str, step: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ _CHUNK = 1 << 20  # elements: 4 MiB, as calls on less cost more than memory that
 
 
 @dataclass(frozen=True)
-class View:
+class MatrixView:
     """A matrix in a section's values.
 
     start: of its first element.
@@ -41,7 +41,7 @@ class View:
 
     @property
     def rows(self) -> int:
-        """With the one that is not full."""
+        """The number of rows, with the one that is not full."""
         return self.full_rows + bool(self.tail)
 
     @property
@@ -77,7 +77,7 @@ class View:
         if self.tail and needed[1] > self.stop - self.tail:
             torch.mm(left[self.full_rows :], right_t[:, : self.tail], out=tail)
 
-    def move(
+    def subtract_product(
         self,
         values: torch.Tensor,
         result: torch.Tensor,
@@ -117,18 +117,18 @@ class View:
         return full, values[self.stop - self.tail : self.stop].view(1, self.tail)
 
 
-def of_parameter(matrix: Matrix) -> View:
+def of_parameter(matrix: Matrix) -> MatrixView:
     """The view of a parameter of two dimensions or more: its first one by all others."""
     rows = matrix.shape[0]
-    return View(matrix.start, rows, matrix.shape.numel() // rows, 0, matrix.parameter, matrix.name)
+    return MatrixView(matrix.start, rows, matrix.shape.numel() // rows, 0, matrix.parameter, matrix.name)
 
 
-def of_section(section: Section) -> View:
+def of_section(section: Section) -> MatrixView:
     """The view of a whole section as a matrix that is as square as can be."""
     elements = section.values.numel()
     full_rows, tail = divmod(elements, square_side(elements))
     first = section.parameters[0]
-    return View(0, full_rows, square_side(elements), tail, first.parameter, first.name)
+    return MatrixView(0, full_rows, square_side(elements), tail, first.parameter, first.name)
 
 
 def square_side(elements: int) -> int:

@@ -18,11 +18,11 @@ import torch
 
 from collectives import Work
 
-from ...comm_hooks import Then, plain_wait
+from ..grad_bucket import ChainedWork, plain_wait
 from .compressor import Steps
 
 
-class PipelinedReduction(Then):
+class PipelinedReduction(ChainedWork):
     """The reduction of one bucket: the handle of the communication hook.
 
     phases_entered: int; how many it has begun.
@@ -68,36 +68,36 @@ class Pipeline:
 
     def __init__(self) -> None:
         self.computing_seconds = 0.0
-        self._under_way: list[PipelinedReduction] = []
+        self._in_flight: list[PipelinedReduction] = []
 
     def start(self, steps: Steps, found: Callable[[], torch.Tensor | None]) -> PipelinedReduction:
         """Starts the first phase of a bucket's reduction, and continues earlier ones."""
         self.poll()
         made = PipelinedReduction(self, steps, found)
-        self._under_way.append(made)
+        self._in_flight.append(made)
         made.enter_next_phase()
         return made
 
     def poll(self) -> None:
         """Continues each reduction whose phase is over, as far as the one before it has come."""
         before: PipelinedReduction | None = None
-        for each in self._under_way:
+        for each in self._in_flight:
             while _may_continue(each, before) and each.is_completed():
                 each.enter_next_phase()
             before = each
-        self._under_way = [each for each in self._under_way if not each.done]
+        self._in_flight = [each for each in self._in_flight if not each.done]
 
     def finish(self, until: PipelinedReduction, wait: Callable[[Work], None]) -> None:
         """Completes the reductions up to this one; the later ones go on meanwhile."""
         while not until.done:
-            first = self._under_way[0]
+            first = self._in_flight[0]
             first.wait_for_phase(wait)
             self.poll()
 
     def drain(self) -> None:
         """Completes all."""
-        if self._under_way:
-            self.finish(self._under_way[-1], plain_wait)
+        if self._in_flight:
+            self.finish(self._in_flight[-1], plain_wait)
 
 
 def _may_continue(each: PipelinedReduction, before: PipelinedReduction | None) -> bool:

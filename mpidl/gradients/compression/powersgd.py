@@ -24,8 +24,8 @@ import torch
 
 from ...errors import ConfigurationError
 from .compressor import Exchange, Section, Steps
-from .low_rank import FACTORS, MIN_RATE, RANK, LowRank, Sums, take_rest
-from .matrices import View
+from .low_rank import FACTORS, MIN_RATE, RANK, LowRank, Sums, average_uncompressed
+from .matrices import MatrixView
 from .options import read
 
 
@@ -58,8 +58,8 @@ class PowerSGD(LowRank):
         super().__init__(rank, factors=factors, batched=batched, warm_start=warm_start, min_rate=min_rate)
         if alternating and not warm_start:
             raise ConfigurationError(
-                "compress: powersgd: alternating, but without the warm start ('cold'); needs one of them alone, as it "
-                "multiplies by the factor of the step before"
+                "compress: powersgd: got alternating and cold; needs one of them, as alternating multiplies by the "
+                "factor of the step before"
             )
         self.alternating = alternating
         self.phases = 1 if alternating else 2
@@ -84,7 +84,7 @@ class PowerSGD(LowRank):
     def _settings(self) -> list[str]:
         return [*super()._settings(), *(["alternating"] if self.alternating else [])]
 
-    def begin(self, right: torch.Tensor, views: Sequence[View], step: int) -> torch.Tensor:
+    def begin(self, right: torch.Tensor, views: Sequence[MatrixView], step: int) -> torch.Tensor:
         """Orthonormalises the columns of Q."""
         return orthonormal(right.mT)
 
@@ -105,14 +105,14 @@ class PowerSGD(LowRank):
         is_left = (section.step + section.repeats) % 2 == 0  # the same half twice would see nothing of the remainder
         known, made = ("right", "left") if is_left else ("left", "right")
         bases = [orthonormal(self.stacked(group, known, section.step).mT) for group in plan.groups]
-        sums = Sums(self, plan, section, left=is_left, with_rest=True)
+        sums = Sums(self, plan, section, left=is_left, with_uncompressed=True)
         for group, basis, found in zip(plan.groups, bases, sums.by_group, strict=True):
             for number, view in enumerate(group.views):
                 multiply = view.times if is_left else view.transposed_times
                 multiply(values, basis[number], found[number])
         yield sums.start(exchange.phases[0])
         sums.finish()
-        take_rest(plan, section, sums.rest)
+        average_uncompressed(plan, section, sums.uncompressed)
         sums.factors /= section.contributions
         lefts = sums.by_group if is_left else bases
         rights = [basis.mT for basis in bases] if is_left else sums.by_group

@@ -53,18 +53,18 @@ def of_means(
 def take_over(
     section: BucketSection,
     means: Iterable[tuple[torch.nn.Parameter, torch.Tensor]],
-    rows: int,
+    row_count: int,
     contributions: int,
     peers: int,
 ) -> torch.Tensor:
-    """Makes a section's values, so many rows, of those of its parameters' means; zero for those without."""
+    """Makes a section's values, `row_count` rows, of its parameters' means; zero for those without."""
     device = section.parameters[0].device
-    values = torch.zeros(rows, section.layout.size, device=device)
+    values = torch.zeros(row_count, section.layout.size, device=device)
     whole: torch.Tensor | None = None
     places: dict[torch.nn.Parameter, list[torch.Tensor]] = {}
     for p, mean in means:
         if whole is None:
-            whole = torch.zeros(rows, section.layout.elements, device=device)
+            whole = torch.zeros(row_count, section.layout.elements, device=device)
             places = dict(zip(section.parameters, section.views(whole), strict=True))
         for view, row in zip(places[p], mean, strict=True):
             view.copy_(row).mul_(contributions / peers)
@@ -124,10 +124,10 @@ def own_part(rows: Rows, comm: Communicator) -> torch.Tensor:
 def gathered(
     parts: Mapping[torch.nn.Parameter, torch.Tensor],
     parameters: Sequence[torch.nn.Parameter],
-    rows: int,
+    row_count: int,
     comm: Communicator,
 ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Yields parameters with their means, so many rows, of which each rank has a part. Collective.
+    """Yields parameters with their means, `row_count` rows, of which each rank has a part. Collective.
 
     parts: this rank's; one that is missing counts as zeros.
     parameters: the same ones on every rank.
@@ -135,21 +135,21 @@ def gathered(
     if not parameters:
         return
     places = [[part_of(p.shape, rank, comm.size) for p in parameters] for rank in range(comm.size)]
-    sizes = [[rows * math.prod(part.part_shape) for part in own] for own in places]
-    everyone = torch.empty(sum(map(sum, sizes)), device=parameters[0].device)
-    pieces = [of_rank.split(own) for of_rank, own in zip(everyone.split([*map(sum, sizes)]), sizes, strict=True)]
+    sizes = [[row_count * math.prod(part.part_shape) for part in own] for own in places]
+    all_parts = torch.empty(sum(map(sum, sizes)), device=parameters[0].device)
+    pieces = [of_rank.split(own) for of_rank, own in zip(all_parts.split([*map(sum, sizes)]), sizes, strict=True)]
     for p, piece in zip(parameters, pieces[comm.rank], strict=True):
         if p in parts:
             piece.copy_(parts[p].reshape(-1))
         else:
             piece.zero_()
     counts = [sum(own) for own in sizes]
-    if everyone.numel():
-        comm.all_gather(everyone, everyone.split(counts)[comm.rank], counts)
+    if all_parts.numel():
+        comm.all_gather(all_parts, all_parts.split(counts)[comm.rank], counts)
     for number, p in enumerate(parameters):
-        whole = torch.empty(rows, *places[0][number].shape, device=everyone.device)
+        whole = torch.empty(row_count, *places[0][number].shape, device=all_parts.device)
         for own, of_rank in zip(places, pieces, strict=True):
             part = own[number]
             target = whole.narrow(1 + part.dim, part.start, part.stop - part.start)
-            target.copy_(of_rank[number].view(rows, *part.part_shape))
-        yield p, whole.view(rows, *p.shape)
+            target.copy_(of_rank[number].view(row_count, *part.part_shape))
+        yield p, whole.view(row_count, *p.shape)

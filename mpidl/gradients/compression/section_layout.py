@@ -43,7 +43,7 @@ class Block:
 
 @dataclass(frozen=True)
 class SectionLayout:
-    """Where the elements of this rank's section lie.
+    """The places of the elements of this rank's section.
 
     elements: of the bucket.
     blocks: of it; the section is this rank's part of each, one behind the other.

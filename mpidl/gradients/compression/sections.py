@@ -21,7 +21,7 @@ import torch
 
 from collectives import Communicator
 
-from ...comm_hooks import GradBucket
+from ..grad_bucket import GradBucket
 from .bucket_section import BucketSection
 from .ranks import Method
 from .remainders import Made, Rows, gathered, of_means, own_part, take_over
@@ -30,7 +30,7 @@ from .undo import Window
 
 Means = Mapping[torch.nn.Parameter, torch.Tensor]
 Key = tuple[tuple[int, tuple[int, ...]], ...]
-_SETTLED = 2  # compressed passes after a load in which all buckets have come: DDP cuts them anew after its first pass
+_PASSES_AFTER_LOAD = 2  # compressed ones in which all buckets come: DDP cuts them anew after its first pass
 
 
 class Sections:
@@ -61,7 +61,7 @@ class Sections:
         found = self._sections.get(key)
         if found is None or found.layout.elements != bucket.buffer().numel():
             found = self._sections[key] = self._lay_out(bucket, bucket.parameters())
-        if self._passes <= _SETTLED and not bucket.is_repeated():
+        if self._passes <= _PASSES_AFTER_LOAD and not bucket.is_repeated():
             self._count_pass(bucket)
         return found
 
@@ -78,13 +78,13 @@ class Sections:
         made = BucketSection(parameters, starts, forms, self._layout(flat.numel(), bucket.needed(), starts))
         compressor.forget(wanted - made.own_parameters())
         if self.method.feeds_back:
-            rows = 1 + len(compressor.arrays)
-            given = rows, self._world.size, ranks.peers
+            row_count = 1 + len(compressor.arrays)
+            given = row_count, self._world.size, ranks.peers
             waiting, before = self._with_means(parameters)
-            made.values = take_over(made, gathered(self._means, waiting, rows, self._world), *given)
+            made.values = take_over(made, gathered(self._means, waiting, row_count, self._world), *given)
             if before:
                 either = [p for p in parameters if p in {*waiting, *before}]
-                parts = gathered(self._means | self._former_means, either, rows, self._world)
+                parts = gathered(self._means | self._former_means, either, row_count, self._world)
                 values = take_over(made, parts, *given)
                 if not self._former_means.keys().isdisjoint(parameters):
                     made.former, made.window = values, self._window.number
@@ -94,7 +94,7 @@ class Sections:
         return made
 
     @property
-    def wait(self) -> bool:
+    def has_waiting(self) -> bool:
         """Returns whether something waits for a section, on any rank. The same on every rank."""
         return self._may_wait
 
@@ -242,19 +242,19 @@ class Sections:
 
     def _count_pass(self, bucket: GradBucket) -> None:
         """Counts the passes after a load. As their buckets have come, tells of loaded states that fit none of them."""
-        if self._passes == _SETTLED:
+        if self._passes == _PASSES_AFTER_LOAD:
             self.method.compressor.end_waiting()
         elif not bucket.is_last():
             return
         self._passes += 1
-        if self._passes == _SETTLED:
-            self._tell_of_lost_states()
+        if self._passes == _PASSES_AFTER_LOAD:
+            self._warn_of_lost_states()
 
-    def _tell_of_lost_states(self) -> None:
+    def _warn_of_lost_states(self) -> None:
         """Warns, on rank 0, of factors that were loaded and that fit no section."""
         compressor = self.method.compressor
-        begins = [begin for section in self._sections.values() for begin in section.begins()]
-        loaded, lost = compressor.lost_states(begins)
+        first = [pair for section in self._sections.values() for pair in section.first_parameters()]
+        loaded, lost = compressor.lost_states(first)
         if lost and self._world.rank == 0:
             warnings.warn(
                 f"compress: {compressor.name}: {lost} of the {loaded} factors that were loaded begin anew, as the "

@@ -41,7 +41,7 @@ COMPRESSORS: dict[str, Callable[[str | None], Compressor]] = {
 
 @dataclass(frozen=True)
 class Compression:
-    """How an engine compresses the gradients that it reduces.
+    """Settings by which an engine compresses the gradients that it reduces.
 
     method: a name such as "int8" or "powersgd:4" (`COMPRESSORS`), or a `Compressor`, which then serves one engine;
         "auto" measures in the first steps and chooses: between nodes bf16, one of `allow`, or none; on one node none.
@@ -53,7 +53,7 @@ class Compression:
     start_step: passes that reduce in full precision first, one a step unless several reduced ones add up; by default as
         the method needs it: 10 for those of low rank.
     allow: names of methods that "auto" may choose besides bf16.
-    undo: keep what takes a step back that is skipped, so that its gradients leave no trace in remainders and states;
+    undo: keep the values that take a skipped step back, so that its gradients leave no trace in remainders and states;
         takes as much memory as the remainders. By default once a `mpidl.GradScaler` or a `NonfiniteGuard` that skips
         is there; True for other ways to skip, such as torch's own GradScaler.
 

@@ -3,8 +3,8 @@
     message of n values      [ fp32 scale | 4 bytes of zeros | n bits ]        scale = |values|_2 / sqrt(n)
     value sent               +scale where the value is 0 or above, -scale where it is below
 
-The values go through in chunks that stay in the cache; signs of 8 values are looked up at once. A message of values of
-which one is not finite has a scale that is not, so that the mean of all its values is not either, on every rank.
+The values are converted in chunks that stay in the cache; signs of 8 values are looked up at once. A message of values
+of which one is not finite has a scale that is not, so that the mean of all its values is not either, on every rank.
 
 Where a value is always zero (a row of an embedding that no token uses), its sign is sent all the same, and error
 feedback takes it back in the next step: it swings by the scale. Where the caller masks such values, before and after,
@@ -63,7 +63,7 @@ class Sign(OwnedCompressor):
             chunk = values[start : start + CHUNK]
             _pack(chunk, sent.bits[start // 8 : -(-(start + chunk.numel()) // 8)], flags[: chunk.numel()])
             if remainder is not None:
-                sent.take_off(chunk, start, remainder[start : start + CHUNK])
+                sent.subtract_from(chunk, start, remainder[start : start + CHUNK])
         sent.close()
         self.pool.give_back(flags)
         if remainder is not None and not math.isfinite(scale):
@@ -82,7 +82,7 @@ class Sign(OwnedCompressor):
 
 
 class Reader:
-    """The values of a message, times `factor`, of which at most a chunk is read at once; begun at a multiple of 8.
+    """Reads the values of a message, times `factor`: at most `CHUNK` at a time, each time from a multiple of 8 on.
 
     bits: the signs, eight a byte.
     """
@@ -105,7 +105,7 @@ class Reader:
         """Adds the values from number `start` on."""
         values.add_(self._read(values.numel(), start))
 
-    def take_off(self, values: torch.Tensor, start: int, out: torch.Tensor) -> None:
+    def subtract_from(self, values: torch.Tensor, start: int, out: torch.Tensor) -> None:
         """Writes other values, less those from number `start` on."""
         torch.sub(values, self._read(values.numel(), start), out=out)
 

@@ -119,7 +119,7 @@ class CountSketch(Compressor):
 
     @property
     def name(self) -> str:
-        """With the settings that are not the default ones."""
+        """The method, and the settings that are not the default ones."""
         said = f"sketch:{self.fraction:g}"
         said += "" if self.rows == 5 else f",rows={self.rows}"
         return said + ("" if self.columns == 5 else f",columns={self.columns:g}")

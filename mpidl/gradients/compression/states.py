@@ -67,7 +67,7 @@ def _states(compressor: Compressor, names: Names, world: Communicator) -> dict[s
 
 
 def _of_all_ranks(own: dict[str, dict[str, torch.Tensor]], world: Communicator) -> dict[str, dict[str, torch.Tensor]]:
-    """Those of the first rank that has any, by names. Collective."""
+    """Returns the states of the first rank that has any, by names. Collective."""
     having = all_gather_object(world, [*own])
     if all(found == having[0] for found in having):
         return own

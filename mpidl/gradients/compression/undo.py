@@ -31,7 +31,7 @@ class Undoable(Protocol):
     """A reduction that keeps what a skipped step needs."""
 
     def announce_skips(self, scaled: bool = False) -> None:
-        """Keeps from now on what undoes a step, as some may be skipped.
+        """Keeps the values before each step from now on, as steps may be skipped.
 
         scaled: gradients are of a loss times a scale. Raises ConfigurationError where this cannot be.
         """
@@ -87,7 +87,7 @@ def undo_step(optimizer: torch.optim.Optimizer) -> None:
 
 @cache
 def _listen() -> None:
-    """Has torch tell of every optimizer's step, once and for all of the process."""
+    """Registers a hook for every optimizer's step, once in the process."""
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for reduction in reductions_of(optimizer):
@@ -104,7 +104,7 @@ def _listen() -> None:
 class Window:
     """The passes since the last step, and whether they can be undone.
 
-    setting: of `Compression`: True and False are final; None is found out.
+    setting: `Compression.undo`; None: values are kept until the first step, and after `announce`.
 
     number: int; of the window, by which a section knows whether it has kept its former remainder in it.
     keeps: bool; former values are kept.

@@ -22,11 +22,11 @@ import torch
 
 from collectives import Communicator
 
-from ...comm_hooks import GradBucket, Handle, Then, average_some, completed
 from ...errors import ConfigurationError, TrainingError
 from ...gradients.buckets import MIB, BucketLayout, assign, layout_of
 from ...gradients.compression.pipeline import PipelinedReduction
 from ...gradients.compression.ranks import split_by_node
+from ...gradients.grad_bucket import ChainedWork, GradBucket, Handle, average_some, completed
 from ...job.agreement import check_everywhere, is_anywhere
 from ...mesh.groups import data_group
 from ...optimizer_trial import StepNeeds
@@ -104,7 +104,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """True where the weights are the same on all ranks."""
         return True
 
-    def refuse_unlike_weights(self) -> None:
+    def refuse_local_weights(self) -> None:
         """Raises TrainingError where the weights are not the same on all ranks, so that no state can be kept."""
 
     def _stays(self, p: torch.nn.Parameter) -> bool:
@@ -190,7 +190,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             comm = inside
         work = comm.all_reduce(flat, "avg", async_op=True)
         assert work is not None
-        return Then(work, lambda: None)
+        return ChainedWork(work, lambda: None)
 
     def _foreign(self, bucket: GradBucket) -> list[torch.Tensor]:
         """The gradients of a bucket whose parameters another optimizer has."""
@@ -207,7 +207,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             return averaged
         within = inside.all_reduce(flat, "avg", async_op=True)
         assert within is not None
-        return Then(within, averaged.wait)
+        return ChainedWork(within, averaged.wait)
 
     def refuse_nodes(self, world: Communicator) -> None:
         """Raises ConfigurationError on every rank where `where` does not fit the nodes. Collective."""
@@ -369,7 +369,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
         Each rank keeps its own errors for its steps. mpidl.checkpoint.save does this by itself.
         """
-        self.refuse_unlike_weights()
+        self.refuse_local_weights()
         self._has_gathered = True
         if self._exchange is None or not self._has_errors or self._is_loaded():
             return  # the states' own, if any, are those that were loaded
@@ -392,7 +392,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         Fits any number of ranks, which take over the mean of the errors. Raises TrainingError where ranks have errors
         since the last `gather_errors`, which is collective.
         """
-        self.refuse_unlike_weights()
+        self.refuse_local_weights()
         if self._has_errors and not self._has_gathered:
             if self._ready_exchange().world.size > 1:
                 raise TrainingError(

@@ -108,7 +108,7 @@ class ZeroOneAdam(OneBitOptimizer):
         """True unless there were local steps since the last exchange, in which case each rank has its own weights."""
         return self.progress["since"] == 0
 
-    def refuse_unlike_weights(self) -> None:
+    def refuse_local_weights(self) -> None:
         """Raises TrainingError between two exchanges."""
         if not self.is_synchronised:
             left = self.progress["local_interval"] - self.progress["since"]

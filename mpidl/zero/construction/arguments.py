@@ -108,7 +108,7 @@ def _instance_of(given: Any, base: type) -> str:
     return f"an instance of {type(given).__name__}" if isinstance(given, base) else repr(given)
 
 
-def groups(model: torch.nn.Module, params: Params) -> list[dict[str, Any]]:
+def checked_groups(model: torch.nn.Module, params: Params) -> list[dict[str, Any]]:
     """The parameter groups, checked against the model."""
     names = {p: name for name, p in model.named_parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -170,7 +170,7 @@ def _in_order(given: Any, argument: str, needed: str) -> list[Any]:
     return list(given)
 
 
-def outline(model: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def groups_to_compare(model: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Settings that the ranks compare of parameter groups: which parameters are in which, and their settings."""
     names = {p: name for name, p in model.named_parameters()}
     parts: dict[str, Any] = {"groups": len(groups)}

@@ -25,9 +25,9 @@ import torch
 from collectives import Communicator
 from collectives.devices import Place
 
-from ...compiling import plain
+from ...compiling import unwrap_compiled
 from ...engine_arguments import communicator, flag
-from ...gradients.backward import BackwardWatch, PassPhases, goes_to, replacement_test
+from ...gradients.backward import BackwardWatch, PassPhases, reaches_any, replacement_test
 from ...gradients.buckets import MIB
 from ...gradients.compression import OwnedCompressor
 from ...gradients.compression.refusals import refuse_complex, refuse_mesh, refuse_momentum
@@ -49,23 +49,23 @@ from ..gradients.shard_reducer import ShardReducer
 from ..offload import Offload
 from ..optimizer_parts import Parts
 from ..parameter_shard import ParameterShard
-from ..parameters.gathered_block import WholeParameters
+from ..parameters.gathered_block import GatheredBlocks
 from ..parameters.node_shared import NodeSharedParameters, shared_arenas
 from ..parameters.replicated import ReplicatedParameters
 from ..parameters.strategy import ParameterStrategy
-from ..parameters.units import Unit, UnitLayout, cut, lay_out, warn_of_large_root_unit
+from ..parameters.units import Unit, UnitLayout, cut_into_units, lay_out, warn_of_large_root_unit
 from ..parameters.weight_guard import WeightGuard
 from ..shard_group import ShardGroup
 from ..slices import Slice
 from ..states.separate_storages import with_own_storages
 from ..states.whole_states import StateNames
-from ..stepping.backward_steps import BackwardSteps
+from ..stepping.backward_steps import BackwardShardSteps
 from ..stepping.inner import InnerOptimizer, SliceSteps
 from ..stepping.optimizer_class import find_needs, prototype
 from ..stepping.precision import Conversion
 from ..stepping.whole_steps import WholeSteps
 from . import arguments
-from .initial_values import Construction
+from .initial_values import InitialValues
 from .options import Options
 
 if TYPE_CHECKING:  # at run time with compress=, or offload=, alone: few programs need them
@@ -80,7 +80,7 @@ class _Plan:
     groups: list[dict[str, Any]]
     place: Place
     conversion: Conversion
-    construction: Construction
+    initial_values: InitialValues
     units: list[Unit]
     prototype: torch.optim.Optimizer
     find_needs: Callable[[Iterable[Mapping[str, Any]]], StepNeeds]
@@ -104,13 +104,13 @@ def build(
 
     Raises ConfigurationError and ModelMismatch on every rank, and changes nothing, for arguments that cannot work.
     """
-    model = plain(model)
+    model = unwrap_compiled(model)
     world, divisor = gradient_group("ZeroOptimizer", communicator(options.process_group), options.mesh, model)
     group, plan = _check(world, divisor, model, optimizer_class, options, kwargs)
     state_names = StateNames.of(model)
     watch, trained = _watch(model)
     with_values = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
-    plan.construction.begin(world)  # the last that refuses anything, and the first that changes the model
+    plan.initial_values.begin(world)  # the last that refuses anything, and the first that changes the model
     broadcast_states(world, with_values)
     watch.attach(model)
     originals, hooks = plan.conversion.carry_out(model)
@@ -124,20 +124,20 @@ def build(
     shard_reducer = _make_shard_reducer(parameters, trains, plan, layouts, group, watch, names, options)
     if plan.compressed is not None and not plan.compressed.chooses_none:
         shard_reducer.hook, reducer = (None, plan.compressed), weakref.proxy(shard_reducer)
-        plan.compressed.buckets = lambda: reducer.buckets_in_no_memory()
+        plan.compressed.buckets = lambda: reducer.buckets_without_storage()
     over_tp = options.mesh if options.mesh is not None and options.mesh.size("tp") > 1 else None
     tp = same_gradients = None
     if over_tp is not None:
         from ..gradients.same_gradients import SameGradients  # which few programs need
 
-        tp, same_gradients = over_tp["tp"], SameGradients(over_tp, group.is_first)
+        tp, same_gradients = over_tp["tp"], SameGradients(over_tp, group.has_root)
     reduced = shard_reducer.reduced_gradients
     grad_attributes = GradAttributes(reduced, group.shard_comm, watch, names, parameters.release, tp)
     watch.phases = _phases(parameters, shard_reducer, grad_attributes)
     shards: list[ParameterShard] = []
     slices: dict[torch.nn.Parameter, Slice] = {}
     slice_shards(group, plan.offloaded, trains, shards, slices)
-    if plan.construction.finish(world, group.rank, originals, parameters.shards, slices):
+    if plan.initial_values.finish(world, group.rank, originals, parameters.shards, slices):
         parameters.publish()
     parameters.start()
 
@@ -156,11 +156,11 @@ def build(
     guard = WeightGuard(owner, model, names, parameters)
     guard.watch(slices)
     hooks += label_forward(model)
-    whole = WholeParameters(world, model, parameters, slices)
+    gathered_blocks = GatheredBlocks(world, model, parameters, slices, guard.refuse_moved)
     backward_steps = None
     if options.step_in_backward:
         assert isinstance(inner, SliceSteps)  # `find_needs` refuses what steps otherwise
-        backward_steps = BackwardSteps(
+        backward_steps = BackwardShardSteps(
             inner.partial(),
             parameters,
             shards,
@@ -173,7 +173,7 @@ def build(
     if options.stage == 3 and options.units is None and world.rank == 0 and group.shard_comm.size > 1:
         warn_of_large_root_unit(plan.units, stacklevel=3)
     if plan.compressed is not None:
-        plan.compressed.serve()
+        plan.compressed.claim_compressor()
     return Parts(
         shard_group=group,
         mesh=options.mesh,
@@ -195,7 +195,7 @@ def build(
         inner=inner,
         offloaded=plan.offloaded,
         guard=guard,
-        whole=whole,
+        gathered_blocks=gathered_blocks,
         backward_steps=backward_steps,
         compressed=plan.compressed,
         hooks=hooks,
@@ -232,8 +232,8 @@ def _check(
     stage, cap = options.stage, options.bucket_cap_mb
     check_everywhere(world, lambda: arguments.check(model, optimizer_class, stage, cap, options.prefetch))
     check_everywhere(world, lambda: [flag(name, value) for name, value in options.flags().items()])
-    group = ShardGroup.of(world, options.shard_group)
-    groups = check_everywhere(world, lambda: arguments.groups(model, options.params))
+    group = ShardGroup.from_argument(world, options.shard_group)
+    groups = check_everywhere(world, lambda: arguments.checked_groups(model, options.params))
     offload = check_everywhere(world, lambda: Offload.of(options.offload))
     place = check_everywhere(world, lambda: place_of_model("model", model, device=options.device))
     check_everywhere(world, lambda: _refuse_combinations(model, optimizer_class, options))
@@ -247,27 +247,27 @@ def _check(
     of_parameters = check_everywhere(world, lambda: arguments.compressor_of_parameters(model, stage, given))
     conversion = check_everywhere(world, lambda: Conversion.of(model, options.precision))
     check_settings_agree(world, "precision", conversion.settings())
-    construction = check_everywhere(
-        world, lambda: Construction.of(model, options.init_fn, options.weights, place.device)
+    initial_values = check_everywhere(
+        world, lambda: InitialValues.of(model, options.init_fn, options.weights, place.device)
     )
     compressed = None
     if compress is not None:
         from ...gradients.compression.hook import CompressedReduction
 
         names = {p: name for name, p in model.named_parameters()}
-        reduced = compress
+        settings = compress
         mesh = options.mesh
         if mesh is not None:
-            check_everywhere(world, lambda: refuse_mesh(reduced, mesh))
+            check_everywhere(world, lambda: refuse_mesh(settings, mesh))
         trained = {p: name for p, name in names.items() if p.requires_grad}
         check_everywhere(world, lambda: refuse_complex(trained))
         dtype = conversion.precision.reduce_dtype or conversion.precision.param_dtype
         compressed = check_everywhere(
-            world, lambda: CompressedReduction(reduced, world, names, group.shard_comm, group.replica_comm, dtype)
+            world, lambda: CompressedReduction(settings, world, names, group.shard_comm, group.replica_comm, dtype)
         )
-    units = check_everywhere(world, lambda: cut(model, options.units))
+    units = check_everywhere(world, lambda: cut_into_units(model, options.units))
     check_settings_agree(world, "units", {"names": [unit.name for unit in units]})
-    check_settings_agree(world, "params", arguments.outline(model, groups))
+    check_settings_agree(world, "params", arguments.groups_to_compare(model, groups))
     made = check_everywhere(world, lambda: prototype(optimizer_class, groups, kwargs))
     if exchanges_gradients(optimizer_class):
         one_bit: Any = made
@@ -299,7 +299,7 @@ def _check(
         groups=groups,
         place=place,
         conversion=conversion,
-        construction=construction,
+        initial_values=initial_values,
         units=units,
         prototype=made,
         find_needs=needs_of,
@@ -321,9 +321,12 @@ def _refuse_combinations(
 
 
 def _watch(model: torch.nn.Module) -> tuple[BackwardWatch, list[torch.nn.Parameter]]:
-    """Makes what begins and ends the model's backward passes, and the list of parameters that make a pass one."""
+    """Makes the model's BackwardWatch, and the list of parameters that train.
+
+    A pass that reaches one of them belongs to the engine.
+    """
     watch, trained = BackwardWatch(), [p for p in model.parameters() if p.requires_grad]
-    watch.is_training_backward = partial(goes_to, trained)
+    watch.is_training_backward = partial(reaches_any, trained)
     watch.are_replaced = replacement_test(model, set(model.parameters()))
     return watch, trained
 
@@ -427,9 +430,9 @@ def _inner(
         inner = WholeSteps(group, partial(optimizer_class, **kwargs), slices, plan.needs.together, mesh)
         inner.add_param_groups(groups)
         return inner
-    plain = optimizer_class(groups, **kwargs)
-    if isinstance(plain, TrustRatioOptimizer):
-        plain.squared_norms = lambda tensors, of: squared_norms_over(
+    optimizer = optimizer_class(groups, **kwargs)
+    if isinstance(optimizer, TrustRatioOptimizer):
+        optimizer.squared_norms = lambda tensors, of: squared_norms_over(
             group.shard_comm, mesh, {part.values: placement(p) for p, part in slices.items()}, tensors, of
         )
-    return SliceSteps(plain, slices)
+    return SliceSteps(optimizer, slices)

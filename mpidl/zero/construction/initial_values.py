@@ -21,7 +21,7 @@ from collectives import Communicator
 from ...errors import ConfigurationError
 from ...job.agreement import check_everywhere
 from ...job.objects import broadcast_object
-from ...module_tensors import become
+from ...module_tensors import swap_in_place
 from ...replicas.broadcast import broadcast_states
 from ...replicas.start_check import check_settings_agree
 from ..parameter_shard import ParameterShard
@@ -30,7 +30,7 @@ from ..slices import Slice
 from ..states.whole_states import StateNames
 from .module_values import InitFn, ModuleCalls
 from .recording import Recording
-from .tape import View
+from .tape import RecordedTensor
 from .value_targets import Target, wanted, write_all
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Safetensors:
 Weights = Safetensors | str | Path | None
 
 
-class Construction:
+class InitialValues:
     """The tensors of a model that have no values yet, and the source of these."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
@@ -67,12 +67,14 @@ class Construction:
         self._buffers = [b for b in model.buffers() if b.is_meta]
         self._dtypes: dict[torch.Tensor, torch.dtype] = {p: p.dtype for p in self._parameters}
         self._files: WeightFiles | None = None
-        self._recorded: dict[Recording, dict[torch.Tensor, View]] = {}
+        self._recorded: dict[Recording, dict[torch.Tensor, RecordedTensor]] = {}
         self._calls: ModuleCalls | None = None
         self._others: list[torch.Tensor] = []  # attributes that are no parameters or buffers
 
     @classmethod
-    def of(cls, model: torch.nn.Module, init_fn: InitFn | None, weights: Weights, device: torch.device) -> Construction:
+    def of(
+        cls, model: torch.nn.Module, init_fn: InitFn | None, weights: Weights, device: torch.device
+    ) -> InitialValues:
         """Plans it. ConfigurationError for tensors that nothing gives values, and for files that do not fit.
 
         device: where the values are to be. They are computed in the host's memory, and so the same for any.
@@ -131,10 +133,10 @@ class Construction:
             for operation, start in zip(drawing, starts, strict=True):
                 operation.start = start
         for p in self._parameters:
-            become(p, torch.nn.Parameter(placeholder(p.shape, p.dtype, self._device), p.requires_grad))
+            swap_in_place(p, torch.nn.Parameter(placeholder(p.shape, p.dtype, self._device), p.requires_grad))
         for tensor in (*self._buffers, *self._others):
             own = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
-            become(tensor, own.requires_grad_(tensor.requires_grad))
+            swap_in_place(tensor, own.requires_grad_(tensor.requires_grad))
 
     def finish(
         self,
@@ -144,7 +146,7 @@ class Construction:
         shards: Sequence[ParameterShard],
         slices: Mapping[torch.nn.Parameter, Slice],
     ) -> bool:
-        """Fills this rank's shards and masters, and all that is in no shard; whether there was any. Collective.
+        """Fills this rank's shards and masters, and all that is in no shard; returns True if there was any. Collective.
 
         rank: among those over which shards are cut.
         originals: values from before a conversion, of which each is given up once it is used.
@@ -173,7 +175,7 @@ class Construction:
         return bool(empty or loaded)
 
     def _play(
-        self, recording: Recording, views: dict[torch.Tensor, View], targets: dict[torch.Tensor, list[Target]]
+        self, recording: Recording, views: dict[torch.Tensor, RecordedTensor], targets: dict[torch.Tensor, list[Target]]
     ) -> None:
         tape = recording.tape
         by_storage: dict[int, list[torch.Tensor]] = {}
@@ -191,17 +193,17 @@ class Construction:
             torch.set_rng_state(tape.after_end)
 
     def _run_calls(self, comm: Communicator, calls: ModuleCalls, targets: dict[torch.Tensor, list[Target]]) -> None:
-        mine = torch.get_rng_state()
-        theirs = broadcast_object(comm, mine)
-        torch.set_rng_state(theirs)
+        own_state = torch.get_rng_state()
+        root_state = broadcast_object(comm, own_state)
+        torch.set_rng_state(root_state)
         try:
             # A module's error is raised everywhere, as all ranks run the same modules.
             check_everywhere(
                 comm, lambda: calls.run(self._dtypes, lambda tensor, value: write_all(targets[tensor], value))
             )
         finally:
-            if not torch.equal(mine, theirs):
-                torch.set_rng_state(mine)
+            if not torch.equal(own_state, root_state):
+                torch.set_rng_state(own_state)
 
 
 def targets_of(

@@ -29,7 +29,7 @@ def load_safetensors(
         parts.guard.put_back()
     else:
         refuse_everywhere(parts.comm, parts.guard.weight_problem(inside=True))
-        if parts.whole.is_open:
+        if parts.gathered_blocks.is_open:
             with gathered(parts, None, True, from_rank=None):
                 pass  # what blocks around this have changed is in the shards then
     parts.parameters.release(inside_gathered=True)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...errors import ConfigurationError
-from .tape import RecordedOperation, Start, Tape, View
+from .tape import RecordedOperation, RecordedTensor, Start, Tape
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -34,7 +34,7 @@ _REFUSED = ("resize_", "resize_as_", "set_", "as_strided_")
 _TO_HOST = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 # Attributes of a recorded tensor inside `build`, with the values of an ordinary construction.
 _ASKED: Any = torch.Tensor
-_SAYS: dict[Any, Any] = {
+_CPU_ANSWERS: dict[Any, Any] = {
     _ASKED.is_meta.__get__: False,
     _ASKED.is_cpu.__get__: True,
     _ASKED.device.__get__: torch.device("cpu"),
@@ -91,11 +91,11 @@ class Recording(TorchDispatchMode):
             torch.set_rng_state(before)
         self.tape.forget()
 
-    def view(self, tensor: torch.Tensor) -> View | None:
+    def view(self, tensor: torch.Tensor) -> RecordedTensor | None:
         """A recorded tensor's place on the tape; None for another one."""
         plain = tensor.layout == torch.strided
         number = self._numbers.get(tensor.untyped_storage()._cdata) if plain else None
-        return None if number is None else View.of(tensor, number)
+        return None if number is None else RecordedTensor.of(tensor, number)
 
     def computed(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a function for the values of recorded tensors."""
@@ -189,13 +189,13 @@ class Recording(TorchDispatchMode):
         )
         return stand_in
 
-    def _new(self, tensor: torch.Tensor) -> View:
+    def _new(self, tensor: torch.Tensor) -> RecordedTensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._numbers:
             self._numbers[storage._cdata] = len(self._storages)
             self._storages.append(storage)
             self.tape.bytes_of.append(storage.nbytes())
-        return View.of(tensor, self._numbers[storage._cdata])
+        return RecordedTensor.of(tensor, self._numbers[storage._cdata])
 
     def _storages_of(self, tensors: list[torch.Tensor]) -> frozenset[int]:
         """The numbers of recorded tensors' storages."""
@@ -221,8 +221,8 @@ class _Functions(TorchFunctionMode):
         self._recording = recording
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _SAYS and self._recording.view(args[0]) is not None:
-            return _SAYS[func]
+        if func in _CPU_ANSWERS and self._recording.view(args[0]) is not None:
+            return _CPU_ANSWERS[func]
         if func in _TO_HOST and self._recording.view(args[0]) is not None:
             found = self._recording.computed(func, args, kwargs or {})
             if isinstance(found, np.ndarray):

@@ -27,7 +27,7 @@ Start = torch.Tensor | int | None
 
 
 @dataclass(frozen=True)
-class View:
+class RecordedTensor:
     """A tensor of the recorded construction.
 
     storage: its number.
@@ -41,7 +41,7 @@ class View:
     offset: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, storage: int) -> View:
+    def of(cls, tensor: torch.Tensor, storage: int) -> RecordedTensor:
         """The view of a tensor with strides, in the storage of this number."""
         return cls(storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
@@ -54,7 +54,7 @@ class View:
 class RecordedOperation:
     """One call of a torch operator.
 
-    args, kwargs: as it was called, with Views in place of recorded tensors.
+    args, kwargs: as it was called, with RecordedTensors in place of recorded tensors.
     outputs: tensors in storage that it made.
     reads, writes: storages; what it makes counts as written.
     overwrites: those that it overwrites completely without reading them.
@@ -66,7 +66,7 @@ class RecordedOperation:
     function: Any
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    outputs: tuple[View, ...] = ()
+    outputs: tuple[RecordedTensor, ...] = ()
     reads: frozenset[int] = frozenset()
     writes: frozenset[int] = frozenset()
     overwrites: frozenset[int] = frozenset()
@@ -91,7 +91,7 @@ class Tape:
 
     first: the default generator's state before, end: the number of the last operation that drew from it, None if there
         is none or if it was seeded anew after it.
-    looked_at: the construction depends on values that are random.
+    reads_random_values: the construction depends on values that are random.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Tape:
         self.first: torch.Tensor | None = None
         self.end: int | None = None
         self.after_end: torch.Tensor | None = None
-        self.looked_at = False
+        self.reads_random_values = False
         self._writers: dict[int, list[int]] = {}
         self.forget()
 
@@ -113,11 +113,14 @@ class Tape:
         return number
 
     def digest(self) -> str:
-        """Equal for equal constructions; where the random numbers start only counts if a random value was looked at."""
+        """Returns a text that is equal for equal constructions.
+
+        Where random numbers start counts only if one was read.
+        """
         lines = []
         for operation in self.operations:
             start = operation.start
-            seed = checksum(start) if isinstance(start, torch.Tensor) and self.looked_at else b""
+            seed = checksum(start) if isinstance(start, torch.Tensor) and self.reads_random_values else b""
             written = tree_map(
                 lambda leaf: checksum(leaf) if torch.is_tensor(leaf) else leaf, (operation.args, operation.kwargs)
             )
@@ -145,12 +148,12 @@ class Tape:
                 index -= 1
         return sorted(found)
 
-    def value(self, view: View) -> torch.Tensor:
+    def value(self, view: RecordedTensor) -> torch.Tensor:
         """A tensor's value at the end of the tape. If random numbers went into it, all drawn until then are drawn."""
         cone = self.cone([view.storage])
         with torch.random.fork_rng(devices=[]):
             if self._last_random(cone) is not None:
-                self.looked_at = True
+                self.reads_random_values = True
                 self._draw({}, lambda *_: None)
             return view.over(self._run(cone, view.storage)[view.storage])
 
@@ -224,7 +227,7 @@ class Tape:
     def _call(self, number: int, memory: _Memory) -> None:
         operation = self.operations[number]
         args, kwargs = tree_map(
-            lambda leaf: leaf.over(memory[leaf.storage]) if isinstance(leaf, View) else leaf,
+            lambda leaf: leaf.over(memory[leaf.storage]) if isinstance(leaf, RecordedTensor) else leaf,
             (operation.args, operation.kwargs),
         )
         if operation.random:
@@ -234,7 +237,7 @@ class Tape:
         # An operation either makes all that it returns, or nothing.
         for view, tensor in zip(operation.outputs, tree_leaves(made), strict=False):
             same_bytes = tensor.untyped_storage().nbytes() == self.bytes_of[view.storage]
-            if same_bytes and View.of(tensor, view.storage) == view:
+            if same_bytes and RecordedTensor.of(tensor, view.storage) == view:
                 memory[view.storage] = tensor.untyped_storage()
             else:
                 view.over(memory[view.storage]).copy_(tensor)

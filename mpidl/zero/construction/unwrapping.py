@@ -14,7 +14,7 @@ from ...gradients.nonfinite import NonfiniteWatch
 from ...job.agreement import refuse_everywhere
 from ..copy_guard import allow_copies
 from ..gradients import clip_and_unscale
-from ..gradients.zero_grad import clears_alone
+from ..gradients.zero_grad import restore_zero_grad
 from ..optimizer_parts import Parts
 from ..parameter_shard import ParameterShard
 from ..parameters.read_hook import unwatch
@@ -30,14 +30,14 @@ def unwrap(parts: Parts, nonfinite: NonfiniteWatch | None) -> torch.nn.Module:
     """
     flush(parts)
     refuse_everywhere(parts.comm, parts.guard.block_problem("unwrap") or parts.guard.weight_problem())
-    parts.inner.refuse_unlike_weights()
+    parts.inner.refuse_local_weights()
     parts.parameters.release()
     clip_and_unscale.clear(parts, nonfinite, set_to_none=True)
     for part in (parts.guard, parts.watch, parts.shard_reducer, parts.parameters, nonfinite, *parts.hooks):
         if part is not None:
             part.remove()
     allow_copies(parts.model)
-    clears_alone(parts.model)
+    restore_zero_grad(parts.model)
     make_whole(parts.shard_group, parts.parameters.shards, parts.slices, parts.dtypes)
     return parts.model
 
@@ -60,7 +60,7 @@ def make_whole(
         flat = torch.empty(shard.layout.padded, dtype=dtype, device=shard.values.device)
         own = shard.layout.shard(flat, over.rank).copy_(shard.values)
         for master in masters:
-            master.of(own).copy_(master.values)
+            master.view_in(own).copy_(master.values)
         over.shard_comm.all_gather(flat, own)
         shapes = [p.shape for p in shard.parameters]
         for p, view in zip(shard.parameters, shard.layout.views(flat, shapes), strict=True):

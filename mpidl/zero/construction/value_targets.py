@@ -21,7 +21,7 @@ class Target:
 
     @torch.no_grad()
     def write(self, values: torch.Tensor) -> None:
-        """values: 1-D, those elements."""
+        """Writes elements start .. stop, `values` (1-D), to each tensor."""
         for tensor in self.tensors:
             tensor.copy_(values.view(tensor.shape))
 

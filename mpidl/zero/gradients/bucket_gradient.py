@@ -12,8 +12,8 @@ import torch
 
 from collectives import Work
 
-from ...comm_hooks import Handle
 from ...gradients.buckets import GradientBucket
+from ...gradients.grad_bucket import Handle
 
 
 @dataclass(eq=False)

@@ -35,8 +35,8 @@ class BufferPool:
     place: where the parameters lie.
     saves_memory: shares no more than `num_shared` on a GPU either; else up to 8 there, see docs/gpu.md.
 
-    readers: set of the streams that were the last to read a buffer, for which who fills one waits; to be emptied when
-        they have.
+    readers: set of streams that last read a buffer; the caller makes the stream that fills a buffer wait for them, then
+        clears the set.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class BufferPool:
         saves_memory: bool,
     ) -> None:
         self._comm, self._place = comm, place
-        self._num_shared, self._with_own, self._saves_memory = num_shared, dedicated, saves_memory
+        self._num_shared, self._dedicated_buckets, self._saves_memory = num_shared, dedicated, saves_memory
         self.readers: set[Any] = set()
         self.set_buckets(buckets)
 
@@ -63,9 +63,9 @@ class BufferPool:
         shared: list[torch.Tensor] = []
         for dtype in dict.fromkeys(bucket.dtype for bucket in buckets):
             of_dtype = [bucket for bucket in buckets if bucket.dtype == dtype]
-            own = [bucket for bucket in of_dtype if bucket in self._with_own]
-            others = sorted((b.layout.padded for b in of_dtype if b not in self._with_own), reverse=True)[:num_shared]
-            sizes = [aligned(size, dtype) for size in [*(b.layout.padded for b in own), *others]]
+            own = [bucket for bucket in of_dtype if bucket in self._dedicated_buckets]
+            others = sorted((b.layout.padded for b in of_dtype if b not in self._dedicated_buckets), reverse=True)
+            sizes = [aligned(size, dtype) for size in [*(b.layout.padded for b in own), *others[:num_shared]]]
             if not any(sizes):
                 continue
             # One allocation, in which each rank may choose another buffer.
@@ -79,7 +79,7 @@ class BufferPool:
         """The number of shared buffers of each dtype."""
         shared = self._num_shared
         if self._place.is_asynchronous and not self._saves_memory:
-            others = sorted((bucket for bucket in buckets if bucket not in self._with_own), key=lambda b: -b.nbytes)
+            others = sorted((b for b in buckets if b not in self._dedicated_buckets), key=lambda b: -b.nbytes)
             of_dtypes = [[b.nbytes for b in others if b.dtype == dtype] for dtype in {b.dtype for b in others}]
             while shared < _GPU_BUFFERS and sum(sum(s[: shared + 1]) for s in of_dtypes) <= _GPU_BUFFER_BYTES:
                 shared += 1

@@ -40,21 +40,21 @@ def clear(parts: Parts, nonfinite: NonfiniteWatch | None, set_to_none: bool) -> 
 
 def clip_norm(parts: Parts, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> float:
     """Scales the gradients so that their norm is at most `max_norm`; returns the norm before. Collective."""
-    refuse_used(parts, "clip_grad_norm_")
+    refuse_consumed(parts, "clip_grad_norm_")
     parts.parameters.release()
     parts.reduced_gradients.promote_to_fp32()
-    shards = _changed(parts)
+    shards = _own_gradients(parts)
     if parts.inner.updates_wholes:
         norm = norm_over_shards(shards, norm_type, None)
     elif parts.mesh is None or not parts.mesh.layout.model_axes:
         counted = shards
         if parts.shard_reducer.hook is not None:  # between parameters there may be other values than zeros then
-            counted = [part.of(shards[part.number]) for part in _reached(parts).values()]
+            counted = [part.view_in(shards[part.number]) for part in _reached(parts).values()]
         norm = norm_over_shards(counted, norm_type, parts.shard_group.shard_comm)
     else:
         power, reached = check_norm_type(norm_type), _reached(parts)
-        norms = local_norms([part.of(shards[part.number]) for part in reached.values()], power)
-        norm = norm_over_mesh(norms, reached, power, parts.mesh, shards=True, counted=parts.shard_group.is_first)
+        norms = local_norms([part.view_in(shards[part.number]) for part in reached.values()], power)
+        norm = norm_over_mesh(norms, reached, power, parts.mesh, shards=True, counted=parts.shard_group.has_root)
     scale_(shards, max_norm, norm, error_if_nonfinite)
     parts.grad_attributes.note(f"clip_grad_norm_(max_norm={float(max_norm)}, norm_type={float(norm_type)})")
     return norm
@@ -62,18 +62,18 @@ def clip_norm(parts: Parts, max_norm: float, norm_type: float, error_if_nonfinit
 
 def clip_value(parts: Parts, limit: float) -> None:
     """Brings every element of the gradients into -limit .. limit."""
-    refuse_used(parts, "clip_grad_value_")
+    refuse_consumed(parts, "clip_grad_value_")
     parts.reduced_gradients.promote_to_fp32()
-    clamp_(_changed(parts), limit)
+    clamp_(_own_gradients(parts), limit)
     parts.grad_attributes.note(f"clip_grad_value_({float(limit)})")
 
 
 def unscale(parts: Parts, inverse_scale: float) -> bool:
     """Multiplies the gradients, 16-bit ones in fp32 from here on; returns whether one of this rank was not finite."""
-    refuse_used(parts, "unscale_")
+    refuse_consumed(parts, "unscale_")
     parts.parameters.release()
     parts.reduced_gradients.promote_to_fp32()
-    shards = _changed(parts)
+    shards = _own_gradients(parts)
     for shard in shards:
         shard.mul_(inverse_scale)
     return not all(are_finite(shards))
@@ -85,7 +85,7 @@ def find_nonfinite(parts: Parts, nonfinite: NonfiniteWatch | None) -> list[tuple
     watched = None if nonfinite is None else nonfinite.find(parts.comm)
     if watched is not None or parts.backward_steps is not None:
         return None if watched is None else [*watched]
-    reduced = _changed(parts)
+    reduced = _own_gradients(parts)
     if parts.inner.updates_wholes:
         views: dict[torch.nn.Parameter, torch.Tensor] = {}
         for shard, flat in zip(parts.shards, reduced, strict=True):
@@ -93,14 +93,14 @@ def find_nonfinite(parts: Parts, nonfinite: NonfiniteWatch | None) -> list[tuple
             views |= dict(zip(shard.parameters, shard.layout.views(flat, shapes), strict=True))
         fine = are_finite(views[p] for p in parts.slices)
     else:
-        fine = are_finite(part.of(reduced[part.number]) for part in parts.slices.values())
+        fine = are_finite(part.view_in(reduced[part.number]) for part in parts.slices.values())
     flags = np.array([not each for each in fine], np.uint8)
     parts.comm.all_reduce(flags, "max")
     found = [p for p, flag in zip(parts.slices, flags, strict=True) if flag]
     return [(name, None if parts.comm.size > 1 else 0) for name in parts.names_of(found)] or None
 
 
-def refuse_used(parts: Parts, what: str) -> None:
+def refuse_consumed(parts: Parts, what: str) -> None:
     """Raises TrainingError where the backward pass has used the gradients up, which `what` would see."""
     if parts.backward_steps is not None:
         raise TrainingError(
@@ -119,7 +119,7 @@ def _reached(parts: Parts) -> dict[torch.nn.Parameter, Slice]:
     return {p: part for p, part in parts.slices.items() if flags[p]}
 
 
-def _changed(parts: Parts) -> list[torch.Tensor]:
+def _own_gradients(parts: Parts) -> list[torch.Tensor]:
     """The gradients on which this rank acts: its shards, or whole buckets where its step updates whole parameters."""
     parts.grad_attributes.update()
     take = parts.reduced_gradients.whole if parts.inner.updates_wholes else parts.reduced_gradients.shard

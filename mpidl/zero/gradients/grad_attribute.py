@@ -13,6 +13,9 @@ what they ask for. Changes through `.grad` are noted, and compared at the step.
 
 Where the step itself averages (OneBitAdam), every rank has whole gradients, of means or of its own. Then `.grad` is the
 whole gradient of this rank, as under DDP: numbers are made of it without the other ranks, which may have others.
+
+Who runs what: the thread of the program, in the operator that asks. Every rank must run the same operators in the same
+order. Each message carries a code of its question: ranks that ask different questions of one kind raise an error.
 """
 
 from __future__ import annotations
@@ -263,7 +266,7 @@ class GradAttributes:
         """True if norms are of whole parameters where these are cut over tp."""
         return self._tp is not None
 
-    def _over_tp(self, places: list[GradientPlace], asked: str, powers: np.ndarray, infinite: bool) -> np.ndarray:
+    def _over_tp(self, places: list[GradientPlace], operation: str, powers: np.ndarray, infinite: bool) -> np.ndarray:
         """Powers of norms of whole parameters, from those of the parts that this rank of tp has. Collective over tp.
 
         powers: changed in place.
@@ -272,45 +275,48 @@ class GradAttributes:
         cut = [n for n, place in enumerate(places) if "tp" in place.placed.axes]
         if self._tp is None or not cut:
             return powers
-        number = code(f"{asked} of {[places[n].name for n in cut]}", _EXACT_BITS)
+        number = code(f"{operation} of {[places[n].name for n in cut]}", _EXACT_BITS)
         own = [powers[n] if places[n].placed.counted else 0.0 for n in cut]
         table = np.empty((self._tp.size, len(cut) + 1))
         self._tp.all_gather(table, np.array([*own, number]))
         if (table[:, -1] != number).any():
             raise TrainingError(
-                f"{places[cut[0]].name}: this rank asks for the {asked} of {len(cut)} gradients that are cut over tp, "
-                "and another rank of tp for something else; every rank must make the same calls"
+                f"{places[cut[0]].name}: this rank asks for the {operation} of {len(cut)} gradients that are cut over "
+                "tp, and another rank of tp for something else; every rank must make the same calls"
             )
         with np.errstate(all="ignore"):
             powers[cut] = table[:, :-1].max(0) if infinite else table[:, :-1].sum(0)
         return powers
 
-    def of_tp(self, place: GradientPlace, asked: str, power: float, infinite: bool) -> float:
-        """The power of the norm of a whole parameter's, from that of the part that this rank of tp has. Collective."""
-        return float(self._over_tp([place], asked, np.array([power]), infinite)[0])
+    def combine_over_tp(self, place: GradientPlace, operation: str, power: float, infinite: bool) -> float:
+        """Combines a norm's power over tp: returns that of the whole parameter's gradient. Collective."""
+        return float(self._over_tp([place], operation, np.array([power]), infinite)[0])
 
-    def largest_of_tp(self, value: float) -> float:
+    def max_over_tp(self, value: float) -> float:
         """The largest number of the ranks of tp. Collective."""
         largest = np.array([value])
         if self._tp is not None:
             self._tp.all_reduce(largest, "max")
         return float(largest[0])
 
-    def of_all_parts(self, place: GradientPlace, asked: str, value: float) -> torch.Tensor:
-        """The value of each part of a gradient: those of `of_all_ranks`, or the given one of a whole gradient."""
-        return (
-            torch.tensor([value], dtype=torch.float64) if self._has_wholes else self.of_all_ranks(place, asked, value)
-        )
+    def gather_part_values(self, place: GradientPlace, operation: str, value: float) -> torch.Tensor:
+        """The value of each part of a gradient: those of `gather_values`, or the given one of a whole gradient."""
+        if self._has_wholes:
+            return torch.tensor([value], dtype=torch.float64)
+        return self.gather_values(place, operation, value)
 
-    def of_all_ranks(self, place: GradientPlace, asked: str, value: float) -> torch.Tensor:
-        """Every rank's value, by rank, in double precision. asked: what for, the same on every rank. Collective."""
+    def gather_values(self, place: GradientPlace, operation: str, value: float) -> torch.Tensor:
+        """Gathers every rank's value, by rank, in double precision. Collective.
+
+        operation: name of the operation, the same on every rank.
+        """
         self._release()
-        number = code(f"{asked} of {place.name}", _EXACT_BITS)
+        number = code(f"{operation} of {place.name}", _EXACT_BITS)
         found = torch.empty(self._comm.size, 2, dtype=torch.float64)
         self._comm.all_gather(found, torch.tensor([value, number], dtype=torch.float64))
         if (found[:, 1] != number).any():
             raise TrainingError(
-                f"{place.name}: this rank asks for the {asked} of its .grad, and another rank for something else; "
+                f"{place.name}: this rank asks for the {operation} of its .grad, and another rank for something else; "
                 "every rank must make the same calls"
             )
         return found[:, 0]
@@ -319,7 +325,7 @@ class GradAttributes:
         """All ranks' parts, flat; a copy of a whole gradient. Collective, unless this rank has whole ones."""
         if self._has_wholes:
             return part.clone()
-        self.of_all_ranks(place, "whole tensor", 0.0)
+        self.gather_values(place, "whole tensor", 0.0)
         layout = self._gradients.buckets[place.number].layout
         pieces = [layout.piece(place.index, rank) for rank in range(self._comm.size)]
         counts = [piece.stop - piece.start for piece in pieces]

@@ -13,14 +13,16 @@ import torch
 
 from collectives import Work
 
-from ...comm_hooks import BucketShards, GradBucket, Handle, Then, result_of
 from ...errors import TrainingError
 from ...gradients.buckets import GradientBucket
+from ...gradients.grad_bucket import BucketShards, ChainedWork, GradBucket, Handle, result_of
 from ..shard_group import ShardGroup
 from .bucket_gradient import BucketGradient
 
 
-def shown_bucket(gradient: BucketGradient, last: bool, over: ShardGroup, algorithm: str, repeated: bool) -> GradBucket:
+def bucket_for_hook(
+    gradient: BucketGradient, last: bool, over: ShardGroup, algorithm: str, repeated: bool
+) -> GradBucket:
     """Returns the bucket as a communication hook sees it.
 
     last: whether no bucket follows in the pass.
@@ -36,20 +38,20 @@ def shown_bucket(gradient: BucketGradient, last: bool, over: ShardGroup, algorit
             assert own is not None
         else:
             own, chosen = bucket.layout.shard(values, over.rank), "auto"  # in ordinary memory
-        return Then(over.reduce_scatter(own, values, chosen), lambda: own)
+        return ChainedWork(over.reduce_scatter(own, values, chosen), lambda: own)
 
     shards = BucketShards(slice(over.rank * size, (over.rank + 1) * size), reduce_scatter)
-    own = {over.world: over.backward_comm}
-    return GradBucket(gradient.number, last, flat, bucket.views, bucket.parameters, own, shards, repeated)
+    duplicates = {over.world: over.backward_comm}
+    return GradBucket(gradient.number, last, flat, bucket.views, bucket.parameters, duplicates, shards, repeated)
 
 
-def bucket_in_no_memory(gradient: BucketGradient, last: bool, over: ShardGroup) -> GradBucket:
-    """Returns what `shown_bucket` will, with the places of gradients, but no gradients."""
+def bucket_without_storage(gradient: BucketGradient, last: bool, over: ShardGroup) -> GradBucket:
+    """Returns what `bucket_for_hook` will, with the places of gradients, but no gradients."""
     bucket, layout = gradient.bucket, gradient.bucket.layout
     placed = GradientBucket(bucket.parameters, layout)
     placed.allocate(torch.empty(layout.padded, dtype=bucket.dtype, device="meta"))
     empty = replace(gradient, bucket=placed, target=None)
-    return shown_bucket(empty, last, over, "auto", repeated=False)
+    return bucket_for_hook(empty, last, over, "auto", repeated=False)
 
 
 def take_result(gradient: BucketGradient, rank: int, wait: Callable[[Work], None]) -> None:

@@ -26,14 +26,14 @@ from .buffer_pool import BufferPool
 class ReducedGradients:
     """The gradients that an engine's backward passes have left, by the numbers of their buckets.
 
-    of: the gradient of each bucket; more may come.
+    by_bucket: the gradient of each bucket; more may come.
     queue: fills the buckets.
     buffers: that buckets take to be filled.
     rank: among those over which gradients are cut.
     keep_whole: stage 1, where the buckets stay allocated.
     place: where the parameters lie.
-    finish: waits for what is in flight.
-    end: waits for it too, where its results are of no use.
+    finish_reductions: waits for reductions in flight.
+    discard_reductions: waits for them and drops their results.
 
     sums_whole: stage 1 with a hook that leaves a whole bucket reduced: what several passes give adds up in all of it;
         may be set.
@@ -41,19 +41,19 @@ class ReducedGradients:
 
     def __init__(
         self,
-        of: Mapping[GradientBucket, BucketGradient],
+        by_bucket: Mapping[GradientBucket, BucketGradient],
         queue: BucketQueue,
         buffers: BufferPool,
         rank: int,
         keep_whole: bool,
         place: Place,
         *,
-        finish: Callable[[], None],
-        end: Callable[[], None],
+        finish_reductions: Callable[[], None],
+        discard_reductions: Callable[[], None],
     ) -> None:
-        self._of, self._queue, self._buffers = of, queue, buffers
+        self._by_bucket, self._queue, self._buffers = by_bucket, queue, buffers
         self._rank, self._keep_whole, self._place = rank, keep_whole, place
-        self._finish, self._end = finish, end
+        self._finish_reductions, self._discard_reductions = finish_reductions, discard_reductions
         self.sums_whole = False
 
     @property
@@ -79,19 +79,19 @@ class ReducedGradients:
         TrainingError if there were passes that did not communicate: on every rank, as all make the same calls.
         """
         self.refuse_unreduced()
-        self._finish()  # of a pass that an exception has cut short
-        gradients = self._of[self._queue.buckets[number]]
+        self._finish_reductions()  # of a pass that an exception has cut short
+        gradients = self._by_bucket[self._queue.buckets[number]]
         if gradients.shard is None:
             bucket = gradients.bucket
             gradients.shard = torch.zeros(bucket.layout.shard_size, dtype=bucket.dtype, device=self._place.device)
-        self._place.keep(gradients.shard)
+        self._place.record_use(gradients.shard)
         return gradients.shard
 
     def whole(self, number: int) -> torch.Tensor:
         """All gradients of bucket `number`, with `sums_whole`; zeros if there was no pass. TrainingError as `shard`."""
         self.refuse_unreduced()
-        self._finish()
-        gradients = self._of[self._queue.buckets[number]]
+        self._finish_reductions()
+        gradients = self._by_bucket[self._queue.buckets[number]]
         flat = gradients.bucket.flat
         assert flat is not None
         if gradients.shard is None:
@@ -108,11 +108,11 @@ class ReducedGradients:
 
         On any rank, or on this one, for passes that did not communicate.
         """
-        return self._of[self._queue.buckets[number]].reached
+        return self._by_bucket[self._queue.buckets[number]].reached
 
     def used(self, number: int) -> list[bool]:
         """Per parameter of bucket `number`, whether a step in the last backward pass has used its gradient up."""
-        gradients = self._of[self._queue.buckets[number]]
+        gradients = self._by_bucket[self._queue.buckets[number]]
         return gradients.used or [False] * len(gradients.reached)
 
     # ---- changing ---------------------------------------------------------------------------------------------------
@@ -122,17 +122,19 @@ class ReducedGradients:
 
         Divided by a loss scale, many would be zero in fp16; multiplied by anything, they would be rounded once more.
         """
-        for gradients in self._of.values():
+        for gradients in self._by_bucket.values():
             if gradients.shard is not None and gradients.shard.dtype.itemsize == 2:
                 gradients.shard = gradients.shard.float()
 
     def restore(self, number: int, reached: Sequence[bool], in_fp32: bool) -> torch.Tensor:
-        """Zeros as the reduced gradient of bucket `number`, to be filled with that of earlier passes.
+        """Sets zeros as the reduced gradient of bucket `number`, to be filled with that of earlier passes.
+
+        Returns them.
 
         reached: as of `reached`.
         in_fp32: fp32 where the bucket has 16 bits.
         """
-        gradients = self._of[self._queue.buckets[number]]
+        gradients = self._by_bucket[self._queue.buckets[number]]
         dtype = torch.float32 if in_fp32 and gradients.bucket.dtype.itemsize == 2 else gradients.bucket.dtype
         gradients.shard = torch.zeros(gradients.bucket.layout.shard_size, dtype=dtype, device=self._place.device)
         gradients.reached = list(reached)
@@ -142,10 +144,10 @@ class ReducedGradients:
 
     def clear(self) -> None:
         """Forgets all gradients, also those of a pass that an exception has cut short."""
-        self._end()
+        self._discard_reductions()
         self.forget_used()
         self._queue.has_unreduced_gradients = False
-        for gradients in self._of.values():
+        for gradients in self._by_bucket.values():
             self._clear(gradients)
 
     def _clear(self, gradients: BucketGradient) -> None:
@@ -157,8 +159,8 @@ class ReducedGradients:
 
     def forget(self, number: int, index: int) -> None:
         """Forgets the gradient of one parameter of bucket `number`, between passes."""
-        self._finish()
-        gradients = self._of[self._queue.buckets[number]]
+        self._finish_reductions()
+        gradients = self._by_bucket[self._queue.buckets[number]]
         gradients.filled[index] = gradients.reached[index] = False
         if not any(gradients.reached):
             self._clear(gradients)
@@ -170,5 +172,5 @@ class ReducedGradients:
 
     def forget_used(self) -> None:
         """Forgets which gradients the steps of the last backward pass have used up."""
-        for gradients in self._of.values():
+        for gradients in self._by_bucket.values():
             gradients.used = []

@@ -48,7 +48,7 @@ class SameGradients:
         if not is_compared(self._steps):
             return
         own = [slices[p] for p in reached if "tp" not in placement(p).axes]
-        norms = local_norms([part.of(shard(part.number)) for part in own], 2.0)
+        norms = local_norms([part.view_in(shard(part.number)) for part in own], 2.0)
         squares = math.fsum(norm * norm for norm in norms) if self._counted else 0.0
         table, layout = np.empty(self._mesh.comm.size), self._mesh.layout
         self._mesh.comm.all_gather(table, np.array([squares]))

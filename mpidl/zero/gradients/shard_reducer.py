@@ -13,10 +13,12 @@ Kinds of tensor, and which share storage:
 Who runs what: the thread of the backward pass; operations run in the progress thread of a Communicator that this engine
 alone has (`shard_group`), in this order on every rank:
 
+    as the pass begins          with a `Stepper` an all-reduce: may every rank step
     for each bucket, in order   reduce-scatter; with a `Stepper` also an all-reduce of what was reached
     at the end of the pass      waits for all of these
                                 an all-reduce of flags: steps of hooks, gradients after launch, what was reached
                                 reduce-scatters of the buckets that got gradients after their launch, and their wait
+                                with a `Stepper` what the strategy's `release` and `publish` send
 
 A rank without a free buffer waits for its own oldest reduction. That reduction needs only operations that every rank
 launches before it. In stage 3 over nodes every wait here, that for the flags too, also takes part in gathers
@@ -37,17 +39,17 @@ import torch
 from collectives import Work, WorkTimeout
 from collectives.devices import HOST, Place
 
-from ...comm_hooks import GradBucket, Hook, Then, begin, completed, result_of
 from ...errors import TrainingError, listed
 from ...gradients.backward import BackwardWatch
 from ...gradients.bucket_queue import BucketQueue
-from ...gradients.buckets import GradientBucket, by_rank
+from ...gradients.buckets import GradientBucket, rank_order_algorithm
 from ...gradients.foreign_steps import ForeignSteps
+from ...gradients.grad_bucket import ChainedWork, GradBucket, Hook, begin, completed, result_of
 from ..parameter_shard import ParameterShard
 from ..shard_group import ShardGroup
 from .bucket_gradient import BucketGradient
 from .buffer_pool import BufferPool
-from .hooked_reduction import bucket_in_no_memory, shown_bucket, take_result
+from .hooked_reduction import bucket_for_hook, bucket_without_storage, take_result
 from .reduced_gradients import ReducedGradients
 from .sharded_gradient import ShardedGradient
 from .stepper import Stepper
@@ -105,8 +107,8 @@ class ShardReducer:
         self._reduce_dtype = reduce_dtype
         self._wait = wait
         self.counted = {"reductions": 0, "reduced_bytes": 0}
-        self._of: dict[GradientBucket, BucketGradient] = {}
-        self._algorithm = by_rank(self._comm, "reduce_scatter")
+        self._by_bucket: dict[GradientBucket, BucketGradient] = {}
+        self._algorithm = rank_order_algorithm(self._comm, "reduce_scatter")
         self._in_flight: deque[BucketGradient] = deque()
         self._gradients_after_launch: dict[GradientBucket, dict[int, torch.Tensor]] = {}  # by bucket and parameter
         self._foreign = ForeignSteps(names)
@@ -131,18 +133,18 @@ class ShardReducer:
             place=place,
         )
         self.reduced_gradients = ReducedGradients(
-            self._of,
+            self._by_bucket,
             self.queue,
             self._buffers,
             self._comm.rank,
             keep_whole,
             place,
-            finish=self._finish_reductions,
-            end=self._end_reductions,
+            finish_reductions=self._finish_reductions,
+            discard_reductions=self._end_reductions,
         )
 
     def add(self, shards: Sequence[ParameterShard]) -> None:
-        """More buckets, reduced after those there are. Collective."""
+        """Adds buckets, which are reduced after the present ones. Collective."""
         self.queue.set_buckets([*self.queue.buckets, *self._make(shards)])
         if not self._keep_whole:  # they may need larger buffers
             self._buffers.set_buckets(self.queue.buckets)
@@ -154,15 +156,17 @@ class ShardReducer:
             bucket.dtype = self._reduce_dtype or bucket.dtype
             count = len(bucket.parameters)
             keeps_memory = self._keeps_shard_memory and bucket.dtype.itemsize > 2  # sums of 16-bit ones are fp32
-            self._of[bucket] = BucketGradient(len(self._of), bucket, keeps_memory, [False] * count, [False] * count)
+            self._by_bucket[bucket] = BucketGradient(
+                len(self._by_bucket), bucket, keeps_memory, [False] * count, [False] * count
+            )
             if self._keep_whole:
                 bucket.allocate(self._comm.empty(bucket.layout.padded, bucket.dtype, device=self._place.device))
         return buckets
 
-    def buckets_in_no_memory(self) -> list[GradBucket]:
+    def buckets_without_storage(self) -> list[GradBucket]:
         """The buckets as a hook will see them, in their order, without gradients."""
-        last = len(self._of) - 1
-        return [bucket_in_no_memory(each, each.number == last, self._over) for each in self._of.values()]
+        last = len(self._by_bucket) - 1
+        return [bucket_without_storage(each, each.number == last, self._over) for each in self._by_bucket.values()]
 
     def remove(self) -> None:
         """Takes the hooks off the parameters."""
@@ -171,14 +175,14 @@ class ShardReducer:
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """The gradients, whole or sharded, and the buffers that no bucket has."""
-        shards = [g.shard for g in self._of.values() if g.shard is not None]
+        shards = [g.shard for g in self._by_bucket.values() if g.shard is not None]
         whole = [b.flat for b in self.queue.buckets if b.flat is not None]
         whole += [gradient for sums in self._gradients_after_launch.values() for gradient in sums.values()]
-        unused = [g.memory for g in self._of.values() if g.memory is not None and g.memory is not g.shard]
+        unused = [g.memory for g in self._by_bucket.values() if g.memory is not None and g.memory is not g.shard]
         return {"gradients": shards + whole, "buckets": self._buffers.free + unused}
 
     def begin_pass(self) -> None:
-        """A pass begins; refuses one that would give gradients of gradients. Collective where the pass makes steps."""
+        """Begins a pass; raises TrainingError for create_graph=True. Collective where the pass makes steps."""
         _refuse_double_backward()
         if self.stepper is not None:
             self.reduced_gradients.forget_used()
@@ -187,12 +191,12 @@ class ShardReducer:
         self._foreign.begin(self._parameters)
 
     def end_pass(self) -> None:
-        """A pass ends, also one that has communicated nothing."""
+        """Ends a pass, also one that has communicated nothing."""
         if not self.queue.synchronise:
             self._foreign.end_without_agreement()
 
     def _take(self, bucket: GradientBucket, index: int) -> None:
-        parameter, gradients = bucket.parameters[index], self._of[bucket]
+        parameter, gradients = bucket.parameters[index], self._by_bucket[bucket]
         gradient = self._take_from(parameter)
         if gradient is None:
             return
@@ -233,9 +237,9 @@ class ShardReducer:
         Raises TrainingError on every rank where a hook has made a step.
         """
         world, buckets = self._over.backward_comm, self.queue.buckets
-        reached = [r for bucket in buckets for r in self._of[bucket].reached]
+        reached = [r for bucket in buckets for r in self._by_bucket[bucket].reached]
         again = [bucket in self._gradients_after_launch for bucket in buckets]
-        agreed = np.array([self._foreign.found(world), *again, *reached], np.int64)
+        agreed = np.array([self._foreign.end_and_encode_change(world), *again, *reached], np.int64)
         work = world.all_reduce(agreed, "max", async_op=True)
         assert work is not None
         self._wait(work)  # others may still gather units
@@ -249,9 +253,9 @@ class ShardReducer:
                 "checkpoints that share a parameter; use torch.utils.checkpoint with use_reentrant=False"
             )
         for bucket in buckets:
-            self._of[bucket].reached = [bool(next(reached_anywhere)) for _ in bucket.parameters]
+            self._by_bucket[bucket].reached = [bool(next(reached_anywhere)) for _ in bucket.parameters]
         for bucket in (bucket for bucket, found in zip(buckets, anywhere, strict=True) if found):
-            gradients = self._of[bucket]
+            gradients = self._by_bucket[bucket]
             self._ensure_storage(gradients)
             for index, gradient in self._gradients_after_launch.pop(bucket, {}).items():
                 if gradients.filled[index]:
@@ -265,11 +269,12 @@ class ShardReducer:
     def _ensure_storage(self, gradients: BucketGradient) -> None:
         """Gives the bucket storage, if it has none, and moves what it reduced before out of it.
 
-        Waits for the oldest reductions where all buffers are in use, but where that may take for ever.
+        Waits for the oldest reductions where all buffers are in use, unless another engine may have to go on first
+        (`_oldest_times_out`).
         """
         bucket = gradients.bucket
         if bucket.flat is None:
-            while (flat := self._buffers.take(bucket)) is None and self._in_flight and not self._is_held_up():
+            while (flat := self._buffers.take(bucket)) is None and self._in_flight and not self._oldest_times_out():
                 self._finish_oldest_reduction(steps=True)
             if flat is None:  # more buckets fill than there are buffers, as under no_sync
                 flat = torch.empty(bucket.layout.padded, dtype=bucket.dtype, device=self._place.device)
@@ -282,15 +287,18 @@ class ShardReducer:
             else:
                 gradients.shard = gradients.shard.clone()
 
-    def _is_held_up(self) -> bool:
-        """Returns whether another engine may have to go on before the oldest reduction can end."""
+    def _oldest_times_out(self) -> bool:
+        """Waits up to `_BUFFER_WAIT_S` for the oldest reduction if another engine may have to go on first.
+
+        Returns True if it is not complete then; False at once if there is no such engine.
+        """
         oldest = self._in_flight[0]
-        if not self._watch.has_company:
+        if not self._watch.other_engine_may_run:
             return False
         try:  # others may still gather units
             if oldest.bucket.work is not None:
                 self._wait(oldest.bucket.work, _BUFFER_WAIT_S)
-            elif isinstance(oldest.handle, Work | Then):  # a program's own handle waits as long as it takes
+            elif isinstance(oldest.handle, Work | ChainedWork):  # a program's own handle waits as long as it takes
                 found = result_of(oldest.handle, lambda each: self._wait(each, _BUFFER_WAIT_S))
                 oldest.handle = completed(found)
         except WorkTimeout:
@@ -298,7 +306,7 @@ class ShardReducer:
         return False
 
     def _launch(self, bucket: GradientBucket, repeated: bool = False) -> None:
-        gradients = self._of[bucket]
+        gradients = self._by_bucket[bucket]
         self._ensure_storage(gradients)
         assert bucket.flat is not None
         for view, filled in zip(bucket.views, gradients.filled, strict=True):
@@ -316,7 +324,7 @@ class ShardReducer:
             bucket.work = self._over.reduce_scatter(own, bucket.flat, self._algorithm)
         else:
             last = gradients.number == len(self.queue.buckets) - 1
-            gradients.handle = begin(self.hook, shown_bucket(gradients, last, self._over, self._algorithm, repeated))
+            gradients.handle = begin(self.hook, bucket_for_hook(gradients, last, self._over, self._algorithm, repeated))
         self.counted["reductions"] += 1
         self.counted["reduced_bytes"] += bucket.nbytes
         self._in_flight.append(gradients)
@@ -325,7 +333,7 @@ class ShardReducer:
             work = self._over.backward_comm.all_reduce(reached, "max", async_op=True)
             assert work is not None
             gradients.agreed_reached = reached, work
-            with self._foreign.own(bucket.parameters):
+            with self._foreign.engine_writes(bucket.parameters):
                 self.stepper.launched(gradients.number)
 
     def _finish_oldest_reduction(self, steps: bool) -> None:
@@ -381,7 +389,7 @@ class ShardReducer:
             self.stepper.end()
 
     def abandon_pass(self) -> None:
-        """An exception has cut the pass short: waits for what was launched on all ranks, and forgets the rest."""
+        """Abandons a pass that an exception has cut short: waits for its reductions, and drops the rest."""
         self._end_reductions()
         self._gradients_after_launch.clear()
         self._foreign.end()

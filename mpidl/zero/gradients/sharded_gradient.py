@@ -43,7 +43,7 @@ _IN_PLACE = frozenset(
     | {"clamp_", "clamp_min_", "clamp_max_", "nan_to_num_"}
 )
 CHANGED_INSIDE = "its .grad was changed inside a backward pass; change it after the pass"
-_SAME = frozenset({"detach", "alias"})
+_ALIASES = frozenset({"detach", "alias"})
 _NORMS = frozenset({"linalg_vector_norm", "norm"})
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
@@ -63,20 +63,23 @@ class Source(Protocol):
     def norm(self, place: GradientPlace, order: float) -> float:
         """The norm of a whole gradient. Collective."""
 
-    def of_all_parts(self, place: GradientPlace, asked: str, value: float) -> torch.Tensor:
-        """The value of each part of a gradient, in double precision. asked: as of `of_all_ranks`. Collective."""
+    def gather_part_values(self, place: GradientPlace, operation: str, value: float) -> torch.Tensor:
+        """The value of each part of a gradient, in double precision. operation: as of `gather_values`. Collective."""
 
-    def of_all_ranks(self, place: GradientPlace, asked: str, value: float) -> torch.Tensor:
-        """Every rank's value, by rank, in double precision. asked: what for, the same on every rank. Collective."""
+    def gather_values(self, place: GradientPlace, operation: str, value: float) -> torch.Tensor:
+        """Gathers every rank's value, by rank, in double precision. Collective.
+
+        operation: name of the operation, the same on every rank.
+        """
 
     @property
     def norms_are_over_tp(self) -> bool:
         """True if norms are of whole parameters where these are cut over tp."""
 
-    def of_tp(self, place: GradientPlace, asked: str, power: float, infinite: bool) -> float:
-        """The power of the norm of a whole parameter's, from that of the part that this rank of tp has. Collective."""
+    def combine_over_tp(self, place: GradientPlace, operation: str, power: float, infinite: bool) -> float:
+        """Combines a norm's power over tp: returns that of the whole parameter's gradient. Collective."""
 
-    def largest_of_tp(self, value: float) -> float:
+    def max_over_tp(self, value: float) -> float:
         """The largest number of the ranks of tp. Collective."""
 
     def whole(self, place: GradientPlace, part: torch.Tensor) -> torch.Tensor:
@@ -103,8 +106,8 @@ class GradientPlace:
     placed: Placement
     arrived: torch.Tensor | None = None
 
-    def known(self) -> Source:
-        """The source."""
+    def live_source(self) -> Source:
+        """Returns the source; raises TrainingError once it is gone."""
         source = self.source()
         if source is None:
             raise TrainingError(f"{self.name}: the ZeroOptimizer that held its gradient is gone")
@@ -182,15 +185,15 @@ class ShardedGradient(torch.Tensor):
                 f"{self.place.name}: the .data of its .grad was set to {_described(value)}; needs what is computed of "
                 "the same .grad element by element, as p.grad.data = p.grad.data.clamp(-1, 1)"
             )
-        if self.result is not None or not self.place.known().shows(self):
+        if self.result is not None or not self.place.live_source().shows(self):
             self.result = None if cut.result is None else cut.result.to(self.dtype)
         elif cut.result is not None:
-            self.place.known().write(self.place, ".data = a result").copy_(cut.result)
+            self.place.live_source().write(self.place, ".data = a result").copy_(cut.result)
 
     @property
     def norm_is_over_tp(self) -> bool:
         """True if its norm is that of the whole parameter's gradient where that is cut over tp."""
-        return "tp" in self.place.placed.axes and self.place.known().norms_are_over_tp
+        return "tp" in self.place.placed.axes and self.place.live_source().norms_are_over_tp
 
     def take_arrived(self) -> torch.Tensor | None:
         """Returns what autograd has added since the last call."""
@@ -199,11 +202,11 @@ class ShardedGradient(torch.Tensor):
 
     def full_tensor(self) -> torch.Tensor:
         """The whole gradient, on every rank. Collective."""
-        return self.place.known().whole(self.place, self.part()).view(self.shape)
+        return self.place.live_source().whole(self.place, self.part()).view(self.shape)
 
     def part(self) -> torch.Tensor:
         """This rank's part, flat."""
-        return self.place.known().read(self.place) if self.result is None else self.result
+        return self.place.live_source().read(self.place) if self.result is None else self.result
 
     def _refusal(self, what: str) -> TrainingError:
         return TrainingError(
@@ -222,7 +225,7 @@ class ShardedGradient(torch.Tensor):
         with torch.no_grad():
             if kwargs and any(argument.is_out for argument in function._schema.arguments):
                 return first._into(function, args, kwargs)
-            if name in _SAME:
+            if name in _ALIASES:
                 return first._with(first.result)
             if name == "add_" and inside_backward():
                 return first._arrive(args)
@@ -297,8 +300,8 @@ class ShardedGradient(torch.Tensor):
         """This rank's part, for the operator to write into. arguments: of the operator, for the ranks to compare."""
         if self.result is not None:
             return self.result
-        change = f"{function.overloadpacket.__name__}({', '.join(_told(a) for a in arguments)})"
-        return self.place.known().write(self.place, change)
+        change = f"{function.overloadpacket.__name__}({', '.join(_argument_text(a) for a in arguments)})"
+        return self.place.live_source().write(self.place, change)
 
     def _norm(self, function: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         given = dict(zip([a.name for a in function._schema.arguments], args, strict=False)) | kwargs
@@ -308,13 +311,13 @@ class ShardedGradient(torch.Tensor):
         if not order > 0:
             raise self._refusal(f"a norm of order {order}")
         if self.result is None:
-            norm = self.place.known().norm(self.place, order)
+            norm = self.place.live_source().norm(self.place, order)
         else:
             (own,) = local_norms([self.result], order)
-            asked, infinite = f"norm of order {order}", math.isinf(order)
-            norms = self._of_parts(asked, own)
+            operation, infinite = f"norm of order {order}", math.isinf(order)
+            norms = self._of_parts(operation, own)
             power = float(norms.max() if infinite else (norms**order).sum())
-            norm = root_of(self.place.known().of_tp(self.place, asked, power, infinite), order)
+            norm = root_of(self.place.live_source().combine_over_tp(self.place, operation, power, infinite), order)
         return torch.tensor(norm, dtype=given.get("dtype") or _finer(self.dtype).to_real(), device=self.device)
 
     def _reduced(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -338,8 +341,8 @@ class ShardedGradient(torch.Tensor):
         if keepdim or (dims and len(dims) < self.dim()):
             raise self._refusal(f"{what}() over some of the dimensions")
 
-    def _of_parts(self, asked: str, value: float) -> torch.Tensor:
-        return self.place.known().of_all_parts(self.place, asked, value)
+    def _of_parts(self, operation: str, value: float) -> torch.Tensor:
+        return self.place.live_source().gather_part_values(self.place, operation, value)
 
 
 @dataclass(frozen=True)
@@ -380,7 +383,7 @@ _REDUCTIONS = {
     "count_nonzero": _Reduction(torch.count_nonzero, torch.sum, torch.int64),
     "_local_scalar_dense": _Reduction(_sum, torch.sum),
 }
-_BY_ONES = _ELEMENTWISE | _IN_PLACE | _NORMS | set(_REDUCTIONS)  # of torch._foreach_...
+_FOREACH = _ELEMENTWISE | _IN_PLACE | _NORMS | set(_REDUCTIONS)  # of torch._foreach_...
 _OF_COMPLEX = frozenset({"all", "any", "count_nonzero"})
 
 
@@ -402,7 +405,7 @@ def _finer(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _told(argument: Any) -> str:
+def _argument_text(argument: Any) -> str:
     """An argument as the ranks compare it, to six digits."""
     if isinstance(argument, ShardedGradient) or (isinstance(argument, torch.Tensor) and argument.device.type != "cpu"):
         return "a tensor"  # a GPU would be waited for
@@ -416,7 +419,7 @@ def _for_each(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[An
     """torch._foreach_...: the operator on one after the other."""
     operator = name.removeprefix("_foreach_")
     call = torch.linalg.vector_norm if operator == "norm" else getattr(torch.Tensor, operator, None)
-    if operator not in _BY_ONES or call is None or not isinstance(args[0], list | tuple):
+    if operator not in _FOREACH or call is None or not isinstance(args[0], list | tuple):
         raise next(leaf for leaf in tree_flatten((args, kwargs))[0] if _is_cut(leaf))._refusal(f"{operator}()")
     results = []
     for number, gradient in enumerate(args[0]):
@@ -428,9 +431,9 @@ def _for_each(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[An
 def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
     """Unscales gradients as torch.amp.GradScaler does, with one answer of all ranks. Collective."""
     own = [g for g in gradients if isinstance(g, ShardedGradient)]
-    told = f"unscaled by {_told(inverse_scale)}"
-    parts = [g.place.known().write(g.place, told) if isinstance(g, ShardedGradient) else g for g in gradients]
+    told = f"unscaled by {_argument_text(inverse_scale)}"
+    parts = [g.place.live_source().write(g.place, told) if isinstance(g, ShardedGradient) else g for g in gradients]
     torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse_scale)
     place = own[0].place
-    found = float(place.known().of_all_ranks(place, "finite", float(found_inf)).max())
-    found_inf.fill_(place.known().largest_of_tp(found))
+    found = float(place.live_source().gather_values(place, "finite", float(found_inf)).max())
+    found_inf.fill_(place.live_source().max_over_tp(found))

@@ -9,13 +9,13 @@ import torch
 from .sharded_gradient import ShardedGradient
 
 
-def clears_with(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Lets the model's own `zero_grad` forget the gradients that the optimizer holds, as long as that is there."""
-    of, by = weakref.ref(model), weakref.ref(optimizer)
+def install_zero_grad(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Makes the model's `zero_grad` clear the optimizer's gradients too, as long as the optimizer lives."""
+    model_ref, optimizer_ref = weakref.ref(model), weakref.ref(optimizer)
 
     def zero_grad(set_to_none: bool = True) -> None:
         """Clears as torch.nn.Module.zero_grad; the optimizer clears the gradients that are cut over the ranks."""
-        model, optimizer = of(), by()
+        model, optimizer = model_ref(), optimizer_ref()
         cut: dict[torch.nn.Parameter, torch.Tensor] = {}
         if model is not None and optimizer is not None:
             cut = {p: p.grad for p in model.parameters() if isinstance(p.grad, ShardedGradient)}
@@ -31,6 +31,6 @@ def clears_with(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Non
     model.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
-def clears_alone(model: torch.nn.Module) -> None:
+def restore_zero_grad(model: torch.nn.Module) -> None:
     """Gives the model its own `zero_grad` back."""
     model.__dict__.pop("zero_grad", None)

@@ -12,9 +12,9 @@
     optimizer         the optimizer inside ZeroOptimizer instead of torch's; delayed updates
     state_mapping     the state of every slice as a mapping
 
-To add a place to offload to: its name and checks in `settings.Offload`; a `storage.Storage` in a file next to
-`swap_file`; and its construction in `optimizer.OffloadedOptimizer.__init__`, where "disk" calls `disk_space.open_file`.
-Nothing else knows which storage it is.
+To add a place to offload to: its name in `settings.PLACES` and its checks in `settings.Offload`; a `storage.Storage` in
+a file next to `swap_file`; and its construction in `optimizer.OffloadedOptimizer.__init__`, where "disk" calls
+`disk_space.open_file`. Nothing else in this folder knows which storage it is.
 
 Sources: Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training"; Rajbhandari et al. 2021,
 "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", section 5.

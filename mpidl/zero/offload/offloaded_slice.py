@@ -37,9 +37,9 @@ class Gradient:
 class OffloadedSlice(Slice):
     """A Slice that an OffloadedOptimizer steps on.
 
-    room: gives the memory for a master in the file, from a slice and its dtype; None: in CPU memory.
+    make_master: gives the memory for a master in the file, from a slice and its dtype; None: in CPU memory.
     delayed: new values are seen when `publish` is called.
-    down, up: copy from and to where the parameters lie.
+    to_host, to_device: copy from and to where the parameters lie.
 
     index: of the parameter in the shard.
     on_accelerator: the parameters are.
@@ -54,29 +54,33 @@ class OffloadedSlice(Slice):
         piece: Piece,
         index: int,
         *,
-        down: Copies,
-        up: Copies,
-        room: Callable[[OffloadedSlice, torch.dtype], torch.Tensor] | None = None,
+        to_host: Copies,
+        to_device: Copies,
+        make_master: Callable[[OffloadedSlice, torch.dtype], torch.Tensor] | None = None,
         delayed: bool = False,
     ) -> None:
-        self._down, self._up = down, up
+        self._to_host, self._to_device = to_host, to_device
         self._inbox: torch.Tensor | None = None
         self.shard, self.number, self.piece, self.index = shard, number, piece, index
-        own = self.of(shard.values)
+        own = self.view_in(shard.values)
         half, self.on_accelerator = own.dtype in HALVES, is_on_accelerator(own)
         self.gradient: torch.Tensor | None = None
         self.staged: torch.Tensor | None = None
         self.is_master = half or self.on_accelerator or delayed
         # Delayed weights are held in memory once more in any case: fp32 ones are their own masters.
-        self.in_file = room is not None and (half or self.on_accelerator)
+        self.in_file = make_master is not None and (half or self.on_accelerator)
         self._delayed = delayed
         values = own
         if self.is_master:
             dtype = torch.float32 if half else own.dtype
-            values = room(self, dtype) if room is not None and self.in_file else up.room(own.numel(), dtype)
+            values = (
+                make_master(self, dtype)
+                if make_master is not None and self.in_file
+                else to_device.room(own.numel(), dtype)
+            )
             values.copy_(own)
         if (self.in_file and (delayed or self.on_accelerator)) or (half and self.on_accelerator):
-            self.staged = up.room(own.numel(), own.dtype)
+            self.staged = to_device.room(own.numel(), own.dtype)
         self.values = torch.nn.Parameter(values, requires_grad=values.is_floating_point() or values.is_complex())
 
     @property
@@ -91,14 +95,14 @@ class OffloadedSlice(Slice):
 
     def attach(self, gradient: torch.Tensor | None) -> None:
         """Remembers the slice's part of the bucket's reduced gradient; the step casts it, a part at a time."""
-        self.gradient = None if gradient is None else self.of(gradient)
+        self.gradient = None if gradient is None else self.view_in(gradient)
 
     def write_back(self) -> None:
         """Does nothing: the step has delivered the new values."""
 
     @torch.no_grad()
     def deliver(self, start: int, stop: int, new: torch.Tensor) -> None:
-        """Takes the new values of elements start .. stop: into the parameters, or aside until `publish`."""
+        """Writes new values of elements start .. stop into the parameters, or stages them until `publish`."""
         if not self.is_master:
             return
         if self.staged is not None:
@@ -114,10 +118,10 @@ class OffloadedSlice(Slice):
 
     def _send(self, start: int, stop: int, new: torch.Tensor) -> None:
         """Copies into the parameters; on a GPU from host memory that stays, so that no thread waits for the copy."""
-        place = self.of(self.shard.values)[start:stop]
+        place = self.view_in(self.shard.values)[start:stop]
         if self.on_accelerator:
             kept = self.values.detach() if self.staged is None else self.staged
-            self._up.start(place, kept[start:stop])
+            self._to_device.start(place, kept[start:stop])
         else:
             place.copy_(new)
 
@@ -128,25 +132,25 @@ class OffloadedSlice(Slice):
         if not self.on_accelerator:
             return Gradient(given.clone() if copied else given)
         if self._inbox is None or self._inbox.dtype != given.dtype:
-            self._inbox = self._down.room(self.size, given.dtype)
-        return Gradient(self._inbox, self._down.start(self._inbox, given))
+            self._inbox = self._to_host.room(self.size, given.dtype)
+        return Gradient(self._inbox, self._to_host.start(self._inbox, given))
 
     @torch.no_grad()
     def publish_values(self) -> None:
         """Writes values that were set otherwise than by a step into the parameters' shard."""
         if self.is_master:
-            self.of(self.shard.values).copy_(self.values)
+            self.view_in(self.shard.values).copy_(self.values)
 
     @torch.no_grad()
     def hold_back(self) -> None:
-        """Lets values that were set otherwise than by a step wait for `publish`."""
+        """Stages values that no step has made, until `publish`."""
         if self.staged is not None:
             self.staged.copy_(self.values)
 
     def update_master_from_param(self) -> None:
         """Updates the master as `Slice` does; touches only what has changed, as masters may lie on a disk."""
         if self.is_master:
-            own, master = self.of(self.shard.values).cpu(), self.values.detach()
+            own, master = self.view_in(self.shard.values).cpu(), self.values.detach()
             changed = own != master.to(own.dtype)
             if changed.any():
                 master[changed] = own[changed].to(master.dtype)

@@ -34,7 +34,7 @@ from ..stepping.optimizer_class import frozen
 from .disk_space import Groups, Make, foresee, needed, open_file
 from .offloaded_slice import Gradient, OffloadedSlice
 from .settings import Offload
-from .state_mapping import Entries
+from .state_mapping import StateMapping
 from .storage import Storage
 from .sub_groups import MASTER, Chunk, SubGroup, sub_groups_of
 from .triple_buffering import BUFFERS, TripleBuffering
@@ -64,7 +64,7 @@ class OffloadedOptimizer(InnerOptimizer):
         place: Place = HOST,
     ) -> None:
         self._over, self._comm, self._settings = over, over.world, settings
-        self._plain: Make = lambda groups: optimizer_class(groups, **kwargs)
+        self._make_inner: Make = lambda groups: optimizer_class(groups, **kwargs)
         compared = {"to": settings.to, "delayed_update": settings.delayed_update, "delay_from": settings.delay_from}
         self._stays_whole = issubclass(optimizer_class, TrustRatioOptimizer)
         compared["buffer_mb"] = settings.buffer_mb if self._stays_whole else None
@@ -77,20 +77,20 @@ class OffloadedOptimizer(InnerOptimizer):
         self._foreseen: dict[tuple[int, torch.dtype, bool], dict[str, torch.dtype]] = {}
         self._storage: Storage | None = None
         if settings.to == "disk":
-            self._storage = open_file(self._comm, settings, needed(self._plain, groups, halves, over.size))
+            self._storage = open_file(self._comm, settings, needed(self._make_inner, groups, halves, over.size))
         self._buffering = TripleBuffering()
-        self._down, self._up = place.copies(), place.copies()
+        self._to_host, self._to_device = place.copies(), place.copies()
         self._updater = ThreadPoolExecutor(1, "mpidl-offload-update") if settings.delayed_update else None
-        self._under_way: Future[None] | None = None
+        self._update: Future[None] | None = None
         self._held_back: dict[OffloadedSlice, Gradient] = {}
-        self._unseen = False
+        self._has_unpublished = False
         self._steps = 0
         self._failed = ""
         self._no_room: OSError | None = None
         self._slices: dict[torch.Tensor, OffloadedSlice] = {}
         self._groups: list[SubGroup] = []
         self.param_groups: list[dict[str, Any]] = []
-        self.state = Entries(self._storage, self._wait_for_update)
+        self.state = StateMapping(self._storage, self._wait_for_update)
 
     # ---- what there is to step on -----------------------------------------------------------------------------
 
@@ -98,16 +98,25 @@ class OffloadedOptimizer(InnerOptimizer):
         """Makes an OffloadedSlice, which takes the place of a Slice."""
         index = sum(part.number == number for part in self._slices.values())
         delayed = self._settings.delayed_update
-        make = partial(OffloadedSlice, shard, number, piece, index, down=self._down, up=self._up, delayed=delayed)
+        make = partial(
+            OffloadedSlice,
+            shard,
+            number,
+            piece,
+            index,
+            to_host=self._to_host,
+            to_device=self._to_device,
+            delayed=delayed,
+        )
         try:
-            part = make(room=None if self._storage is None else self._room)
+            part = make(make_master=None if self._storage is None else self._make_master)
         except OSError as error:
             self._no_room = error  # raised on all ranks when they add the slice's group
             part = make()
         self._slices[part.values] = part
         return part
 
-    def _room(self, part: OffloadedSlice, dtype: torch.dtype) -> torch.Tensor:
+    def _make_master(self, part: OffloadedSlice, dtype: torch.dtype) -> torch.Tensor:
         assert self._storage is not None
         return self._storage.tensor(part, MASTER, dtype)
 
@@ -149,7 +158,7 @@ class OffloadedOptimizer(InnerOptimizer):
             self._storage.forget()
 
     def _configured(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        inner = self._plain(groups)
+        inner = self._make_inner(groups)
         if isinstance(inner, TrustRatioOptimizer):
             shards = self._over.shard_comm
             inner.squared_norms = lambda tensors, of: squared_norms_over(shards, None, {}, tensors, of)
@@ -160,7 +169,7 @@ class OffloadedOptimizer(InnerOptimizer):
         size = self._slices[values].shard.layout.sizes[self._slices[values].index]
         key = (number, values.dtype, size < EIGHT_BIT_LEAST)
         if key not in self._foreseen:
-            self._foreseen[key] = foresee(self._plain, self.param_groups[number], values.dtype, size)
+            self._foreseen[key] = foresee(self._make_inner, self.param_groups[number], values.dtype, size)
         return dict(self._foreseen[key])
 
     # ---- a step -----------------------------------------------------------------------------------------------
@@ -172,11 +181,11 @@ class OffloadedOptimizer(InnerOptimizer):
         self._steps += 1
         found = [part for part in self._slices.values() if part.gradient is not None]
         self._held_back = {part: part.fetch(copied=delayed) for part in found}
-        self._down.join()  # before the next passes' gradients
+        self._to_host.join()  # before the next passes' gradients
         settings = [frozen(group) for group in self.param_groups]
         if delayed:
             assert self._updater is not None
-            self._under_way = self._updater.submit(self._run, settings)
+            self._update = self._updater.submit(self._run, settings)
             return
         error: Exception | None = None
         try:
@@ -196,30 +205,30 @@ class OffloadedOptimizer(InnerOptimizer):
 
     @property
     def pending(self) -> bool:
-        """True if `finish` has something to do: an update whose values have not been seen, or one that has failed."""
-        return self._under_way is not None or self._unseen or bool(self._failed)
+        """True if `finish` has something to do: an update whose values are not published, or one that has failed."""
+        return self._update is not None or self._has_unpublished or bool(self._failed)
 
     def finish(self) -> None:
         """Waits for the update that is under way, and shows its values in this rank's shards. Collective.
 
         TrainingError on every rank if it, or one before it, has failed on any.
         """
-        known = self._unseen  # since `complete`, so that ranks may still use what the update changes
+        known = self._has_unpublished  # since `complete`, so that ranks may still use what the update changes
         self.complete()
-        if self._unseen:
+        if self._has_unpublished:
             if known:
                 self._agree(None)
             self._publish()
 
     def complete(self) -> None:
-        """Waits for the update that is under way, and leaves its values unseen. Collective; errors as of `finish`."""
+        """Waits for the update under way, and leaves its values unpublished. Collective; errors as of `finish`."""
         if self._failed:
             raise TrainingError(self._failed)
-        if self._under_way is not None:
-            error = self._under_way.exception()
-            self._under_way = None
+        if self._update is not None:
+            error = self._update.exception()
+            self._update = None
             self._agree(error if isinstance(error, Exception) else None)
-            self._unseen = True
+            self._has_unpublished = True
 
     # ---- what a checkpoint keeps, after `complete` ------------------------------------------------------------
 
@@ -237,14 +246,14 @@ class OffloadedOptimizer(InnerOptimizer):
     def steps(self, count: int) -> None:
         self._steps = count
 
-    def unseen(self) -> Sequence[OffloadedSlice]:
+    def unpublished(self) -> Sequence[OffloadedSlice]:
         """Slices whose parameters do not have their newest values yet."""
-        return list(self._held_back) if self._unseen else []
+        return list(self._held_back) if self._has_unpublished else []
 
     def hold_back(self, parts: Iterable[OffloadedSlice]) -> None:
         """Makes these slices, whose values were written anew, wait for `publish`, and no others."""
         self._held_back = {part: Gradient(torch.empty(0)) for part in parts}
-        self._unseen = bool(self._held_back)
+        self._has_unpublished = bool(self._held_back)
         for part in self._held_back:
             part.hold_back()
             self.forget()
@@ -256,14 +265,14 @@ class OffloadedOptimizer(InnerOptimizer):
 
     def _wait_for_update(self) -> None:
         """Waits until no thread changes the state."""
-        if self._under_way is not None:
-            wait([self._under_way])
+        if self._update is not None:
+            wait([self._update])
 
     def _publish(self) -> None:
         for part in self._held_back:
             part.publish()
-        self._up.finish()  # of steps that were not delayed too, before what is copied is changed
-        self._held_back, self._unseen = {}, False
+        self._to_device.finish()  # of steps that were not delayed too, before what is copied is changed
+        self._held_back, self._has_unpublished = {}, False
 
     def _agree(self, error: Exception | None) -> None:
         """Raises TrainingError on every rank if any has an error, now and in every later step."""
@@ -279,7 +288,7 @@ class OffloadedOptimizer(InnerOptimizer):
     # ---- memory -----------------------------------------------------------------------------------------------
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Tensors in the model's own memory: buffers, values that wait to be seen, and state that is not offloaded."""
+        """Tensors in the model's own memory: buffers, values that wait to be published, state that is not offloaded."""
         inside = [tensor for part, tensor in self._in_memory() if not part.on_accelerator]
         gradients = [gradient.values for part, gradient in self._held_back.items() if not part.on_accelerator]
         return {"optimizer": [*self._buffering.buffers, *inside], "gradients": gradients}

@@ -13,7 +13,7 @@ from .storage import Storage
 from .sub_groups import Chunk, SubGroup
 
 
-class Entries(MutableMapping[torch.Tensor, dict[str, Any]]):
+class StateMapping(MutableMapping[torch.Tensor, dict[str, Any]]):
     """Mapping from `OffloadedSlice.values` to its state. Tensors of the storage are read when they are used.
 
     wait_for_update: called first, so that no thread changes the state meanwhile.
@@ -45,7 +45,7 @@ class Entries(MutableMapping[torch.Tensor, dict[str, Any]]):
         large = {name: self._storage.tensor(part, name, first.states[name]) for name in first.present}
         return {name: large[name] if name in large else entry[name] for name in first.keys}
 
-    def room(self, values: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, values: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Memory for a state of a slice's size, to be written before it is set: in the storage, if there is one."""
         if self._storage is None or hasattr(self._of[values][1][0][0].inner, "saved_state"):
             return torch.empty(values.shape, dtype=dtype)  # of the latter, to be encoded when it is set
@@ -61,7 +61,7 @@ class Entries(MutableMapping[torch.Tensor, dict[str, Any]]):
                 else:
                     own[name] = value.clone() if torch.is_tensor(value) else value
             saved_state(group.inner)[chunk.parameter] = own
-            group.put_away(chunk)
+            group.store_state(chunk)
 
     def __delitem__(self, values: torch.Tensor) -> None:
         for group, chunk in self._of[values][1]:

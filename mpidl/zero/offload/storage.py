@@ -66,7 +66,9 @@ def arrange(extents: Sequence[Extent]) -> tuple[list[int], int]:
     end, filled = -1, 0
     for extent in extents:
         gap = extent.offset - end
-        filled = filled + gap if positions and 0 <= gap < _READ_OVER else up(filled) + extent.offset % ALIGNED
+        filled = (
+            filled + gap if positions and 0 <= gap < _READ_OVER else rounded_to_lines(filled) + extent.offset % ALIGNED
+        )
         positions.append(filled)
         filled += extent.nbytes
         end = extent.offset + extent.nbytes
@@ -89,6 +91,6 @@ def merged(pairs: Iterable[tuple[Extent, int]], *, to_write: bool) -> list[Trans
     return transfers
 
 
-def up(nbytes: int) -> int:
+def rounded_to_lines(nbytes: int) -> int:
     """Rounds up to whole cache lines."""
     return -(-nbytes // ALIGNED) * ALIGNED

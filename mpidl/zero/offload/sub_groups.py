@@ -65,27 +65,27 @@ def sub_groups_of(wholes: Sequence[Chunk], budget: float, sizes: Sequence[int] |
     sizes: if they must stay whole, the elements by which each counts, the same on every rank.
     """
     groups: list[list[Chunk]] = [[]]
-    room = budget
+    left_bytes = budget
     for number, whole in enumerate(wholes):
         each = whole.bytes_each
         if sizes is not None:
-            if each * sizes[number] > room and groups[-1]:
+            if each * sizes[number] > left_bytes and groups[-1]:
                 groups.append([])
-                room = budget
+                left_bytes = budget
             groups[-1].append(whole)
-            room -= each * sizes[number]
+            left_bytes -= each * sizes[number]
             continue
         start = 0
         while True:
             left = whole.stop - start
-            fits = left if each * left <= room else int(room // each) // _VECTORS * _VECTORS
+            fits = left if each * left <= left_bytes else int(left_bytes // each) // _VECTORS * _VECTORS
             if left and not fits and groups[-1]:
                 groups.append([])
-                room = budget
+                left_bytes = budget
                 continue
             count = min(left, max(fits, _VECTORS))
             groups[-1].append(Chunk(whole.part, whole.group, start, start + count, dict(whole.states)))
-            room -= each * count
+            left_bytes -= each * count
             start += count
             if start >= whole.stop:
                 break
@@ -120,7 +120,7 @@ class SubGroup:
             settings, {chunk.part: Gradient(chunk.part.values) for chunk in chunks}
         )  # makes sure of room in the storage
         for chunk in chunks:  # some optimizers have state before any step
-            self.put_away(chunk)
+            self.store_state(chunk)
 
     def prepare(self, settings: Sequence[Mapping[str, Any]], gradients: Mapping[OffloadedSlice, Gradient]) -> bool:
         """Takes settings and gradients for the next step; returns whether any chunk has a gradient."""
@@ -144,14 +144,14 @@ class SubGroup:
     def read(self, buffer: torch.Tensor) -> None:
         """Reads masters and states into the buffer."""
         if self._storage is not None:
-            self._storage.read(merged(self._there(), to_write=False), buffer)
+            self._storage.read(merged(self._present_extents(), to_write=False), buffer)
 
     def write(self, buffer: torch.Tensor) -> None:
         """Writes masters and states from the buffer."""
         if self._storage is not None:
-            self._storage.write(merged(self._there(), to_write=True), buffer)
+            self._storage.write(merged(self._present_extents(), to_write=True), buffer)
 
-    def _there(self) -> list[tuple[Extent, int]]:
+    def _present_extents(self) -> list[tuple[Extent, int]]:
         return [(e, position) for chunk, name, e, position in self._places if name == MASTER or name in chunk.present]
 
     @torch.no_grad()
@@ -175,9 +175,9 @@ class SubGroup:
             chunk.parameter.grad = None
             bring_back(chunk.parameter, views[chunk].get(MASTER, chunk.values))
             chunk.part.deliver(chunk.start, chunk.stop, chunk.parameter.detach())
-            self.put_away(chunk, views[chunk])
+            self.store_state(chunk, views[chunk])
 
-    def put_away(self, chunk: Chunk, places: Mapping[str, torch.Tensor] | None = None) -> None:
+    def store_state(self, chunk: Chunk, places: Mapping[str, torch.Tensor] | None = None) -> None:
         """Takes state tensors of the chunk's size out of memory: to their places in the buffer, or to the storage."""
         if self._storage is None:
             return

@@ -15,7 +15,7 @@ import torch
 
 from ...scratch_file import ScratchFile
 from .offloaded_slice import OffloadedSlice
-from .storage import Extent, Transfer, up
+from .storage import Extent, Transfer, rounded_to_lines
 
 
 class SwapFile:
@@ -75,7 +75,7 @@ class SwapFile:
             nbytes = part.shard.layout.shard_size * dtype.itemsize
             self._lengthen(self._end + nbytes)
             self._regions[key] = self._end
-            self._end = up(self._end + nbytes)
+            self._end = rounded_to_lines(self._end + nbytes)
         return self._regions[key]
 
     def _lengthen(self, length: int) -> None:

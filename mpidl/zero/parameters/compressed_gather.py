@@ -2,7 +2,7 @@
 
     shard of rank r    blocks of 256 values -> message r: fp32 scales, int8 codes      each rank, of its own shard
     all-gather         [ message 0 | message 1 | ... ]      into one buffer, which all units use in turn
-    whole              [ values 0  | values 1  | ... ]      out of all messages, the own one too
+    whole              [ values 0  | values 1  | ... ]      from all messages, also its own
 
 All ranks compute with what the messages say, the owner of a shard too, so they have the same bits, in forward and
 backward. The shards stay in full precision: the optimizer steps on them, and states and checkpoints are made of them.
@@ -32,7 +32,7 @@ class CompressedGather:
     shared: the ranks of a node share whole units.
     device: as torch has it, of the shards.
 
-    place: uint8; all ranks' messages of one flat group; the node's, where it shares them.
+    messages: uint8; all ranks' messages of one flat group; the node's, where it shares them.
     """
 
     def __init__(
@@ -40,25 +40,27 @@ class CompressedGather:
     ) -> None:
         self._compressor, self._comm = compressor, comm
         allocate = comm.shared if shared else comm.empty
-        self.place: torch.Tensor = allocate(compressor.message_bytes(largest) * comm.size, torch.uint8, device=device)
+        self.messages: torch.Tensor = allocate(
+            compressor.message_bytes(largest) * comm.size, torch.uint8, device=device
+        )
         node = comm.node_ranks
-        self._meets = shared and len(node) > 1
-        self._decompressed = range(node.index(comm.rank), comm.size, len(node)) if shared else range(comm.size)
+        self._needs_barrier = shared and len(node) > 1
+        self._ranks_to_decompress = range(node.index(comm.rank), comm.size, len(node)) if shared else range(comm.size)
 
     def gather(self, whole: torch.Tensor, shard: torch.Tensor) -> int:
         """Makes `whole`, all ranks' shards, of their messages. Collective. Returns the bytes of the messages."""
         comm, size = self._comm, shard.numel()
         nbytes = self._compressor.message_bytes(size)
-        messages = self.place[: nbytes * comm.size]
-        own = messages[nbytes * comm.rank : nbytes * (comm.rank + 1)]
+        used = self.messages[: nbytes * comm.size]
+        own = used[nbytes * comm.rank : nbytes * (comm.rank + 1)]
         self._compressor.compress(shard.float(), own, None)
-        comm.all_gather(messages, own)
+        comm.all_gather(used, own)
         wide = None if whole.dtype == torch.float32 else shard.new_empty(size, dtype=torch.float32)
-        for rank in self._decompressed:
-            message, values = messages[nbytes * rank : nbytes * (rank + 1)], whole[size * rank : size * (rank + 1)]
+        for rank in self._ranks_to_decompress:
+            message, values = used[nbytes * rank : nbytes * (rank + 1)], whole[size * rank : size * (rank + 1)]
             self._compressor.decompress(message, values if wide is None else wide)
             if wide is not None:
                 values.copy_(wide)
-        if self._meets:
+        if self._needs_barrier:
             comm.barrier()
         return nbytes * comm.size

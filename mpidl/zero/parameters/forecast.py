@@ -26,7 +26,7 @@ class Forecast:
         self._last = self._last[1], number, backward
 
     def ahead(self, count: int, next_pass: bool = False) -> list[int]:
-        """The numbers of the next `count` different units, and of the own one if it comes before; fewer if unknown.
+        """The numbers of the next `count` different units, and of the model's own if it is earlier; fewer if unknown.
 
         They are those of the pass under way, which ends with a backward pass; with next_pass of the one after it.
         """

@@ -11,9 +11,9 @@ computes.
 
 A rank may have started rounds to which the others have not come yet. So at the end of a pass every rank starts rounds
 until all ranks say, in one round, that they are done. When the optimizer is freed, every rank does the same until all
-say that theirs is freed (`leave`). If an earlier round already gathered its unit (`keeps`), a rank does not wait for
-its own round: ranks that started fewer rounds may be waiting for it in a collective of the program, such as
-SyncBatchNorm's.
+say that theirs is freed (`join_rounds_until_all_leave`). If an earlier round already gathered its unit (`stays_whole`),
+a rank does not wait for its own round: ranks that started fewer rounds may be waiting for it in a collective of the
+program, such as SyncBatchNorm's.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ class Gatherable(Protocol):
 class GatherRound:
     """A round in flight.
 
-    keeps: numbers of the units that this rank has said it wants or holds. Set when it is over: everyone_done, whether
-    all ranks were done; waits_for_reduction, those that waited for a reduction; whole, of the units that are whole,
-    whether in full precision.
+    named_units: numbers of the units that this rank has said it wants or holds. Set when it is over: everyone_done,
+    whether all ranks were done; waits_for_reduction, those that waited for a reduction; whole, of the units that are
+    whole, whether in full precision.
     """
 
-    keeps: frozenset[int] = frozenset()
+    named_units: frozenset[int] = frozenset()
     work: Work | None = None
     everyone_done: bool = False
     waits_for_reduction: tuple[int, ...] = ()
@@ -144,7 +144,7 @@ class GatherRounds:
         """`GatherRound.whole` of the last round that this rank's own thread has seen end."""
         return {} if self._ended is None else self._ended.whole
 
-    def keeps(self, number: int, exact: bool | None) -> bool:
+    def stays_whole(self, number: int, exact: bool | None) -> bool:
         """Tells if a unit is whole, and stays so as long as this rank says in the rounds to come that it holds it.
 
         exact: whether in full precision; None: either way.
@@ -152,7 +152,7 @@ class GatherRounds:
         self._note_ended()
         found = self._ready.get(number)
         fits = found is not None and exact in (None, found)
-        return fits and all(number in started.keeps for started in self._in_flight)
+        return fits and all(number in started.named_units for started in self._in_flight)
 
     def wait_for_ended(self) -> None:
         """Lets torch's current stream, on a GPU, go on after what the rounds that are over have gathered."""
@@ -227,8 +227,8 @@ class GatherRounds:
         self.traffic.peak_bytes = max(self.traffic.peak_bytes, whole)
 
 
-def leave(comm: Communicator, units: int) -> None:
-    """Takes part in rounds, without an engine, until all ranks do so, and none is left. Collective.
+def join_rounds_until_all_leave(comm: Communicator, units: int) -> None:
+    """Joins rounds without an engine, until every rank does so. Collective.
 
     Or until a rank cannot go on without this one's shards: then it is for the watchdog to say so.
 

@@ -8,11 +8,15 @@ At the end of a block without `from_rank` the ranks compare checksums: of the wh
 write to it, else of a sample of its elements, as torch does not count writes through `p.data`.
 
 A writable block inside another one begins with the outer block's values, which the ranks compare, or send, first.
+
+Who runs what: the thread of the program. Every rank checks the arguments together, gathers, and at the end drains,
+makes one all-reduce of flags, and broadcasts values or gathers checksums. A rank whose block ends by an exception makes
+the same calls, so no rank waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -29,8 +33,12 @@ from ..slices import Slice
 from .strategy import ParameterStrategy
 
 
-class WholeParameters:
-    """The blocks of one optimizer in which parameters are whole, one inside the other. slices: as they are by then."""
+class GatheredBlocks:
+    """The `gathered` blocks of one optimizer, nested or not.
+
+    slices: as they are by then.
+    refuse_moved: raises for a parameter of this rank that is no longer where the engine has laid it.
+    """
 
     def __init__(
         self,
@@ -38,8 +46,10 @@ class WholeParameters:
         model: torch.nn.Module,
         parameters: ParameterStrategy,
         slices: Mapping[torch.nn.Parameter, Slice],
+        refuse_moved: Callable[[], None],
     ) -> None:
         self._comm, self._model, self._parameters, self._slices = comm, model, parameters, slices
+        self._refuse_moved = refuse_moved
         self._open: list[_Changes] = []
 
     @property
@@ -52,9 +62,14 @@ class WholeParameters:
     ) -> AbstractContextManager[None]:
         """Context in which the parameters of `module`, or all, are whole; then masters follow changes. Collective.
 
-        Wrong arguments are refused at once; the block raises what `ZeroOptimizer.gathered` says.
+        Wrong arguments and moved parameters are refused at once; the block raises what `ZeroOptimizer.gathered` says.
         """
-        check_everywhere(self._comm, lambda: _check(self._model, module, writable, from_rank, self._comm.size))
+
+        def check() -> None:
+            _check(self._model, module, writable, from_rank, self._comm.size)
+            self._refuse_moved()
+
+        check_everywhere(self._comm, check)
         chosen = None if module is None else list(module.parameters())
         return self._writable(chosen, from_rank) if writable else self._readable(chosen)
 
@@ -75,7 +90,7 @@ class WholeParameters:
             try:
                 with self._parameters.gathered(chosen):
                     of = list(self._model.parameters()) if chosen is None else chosen
-                    changes = _Changes([_Held(p, p.data, p._version) for p in of], from_rank)
+                    changes = _Changes([_HeldParameter(p, p.data, p._version) for p in of], from_rank)
                     depth = len(self._open)
                     try:
                         self._open.append(changes)
@@ -90,7 +105,10 @@ class WholeParameters:
         _refuse(problem)
 
     def _agree(self, changes: _Changes) -> str | None:
-        """Sees to it that all ranks hold the same; what is wrong if not, the same on every rank. Collective."""
+        """Makes the parameters equal on all ranks, or compares them. Collective.
+
+        Returns the problem, the same text on every rank, or None.
+        """
         comm, held = self._comm, changes.held
         written = [h.parameter._version != h.version for h in held]
         flags = np.array([[not h.put_back() for h in held], written], np.uint8)
@@ -108,11 +126,11 @@ class WholeParameters:
         mine = np.array([h.checksum(whole) for h, whole in zip(held, full, strict=True)], np.int64)
         everyone = np.empty((comm.size, mine.size), np.int64)
         comm.all_gather(everyone, mine)
-        unlike = (everyone != everyone[0]).any(0)
-        if not unlike.any():
+        differs = (everyone != everyone[0]).any(0)
+        if not differs.any():
             return None
         return (
-            f"{_names(self._model, held, unlike)}: changed inside gathered, but not equally on all ranks, each of "
+            f"{_names(self._model, held, differs)}: changed inside gathered, but not equally on all ranks, each of "
             "which has kept its shard; make the same change on every rank, or give from_rank=0 for that of rank 0; "
             "optimizer.load_model_state_dict(...) sets the weights right"
         )
@@ -140,7 +158,7 @@ def _refuse(problem: str | None) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Held:
+class _HeldParameter:
     """A parameter as the block began: its memory, and how often torch had counted a write."""
 
     parameter: torch.nn.Parameter
@@ -169,10 +187,10 @@ class _Held:
 class _Changes:
     """The parameters that a block may change. from_rank: whose changes count; None: all must make the same."""
 
-    held: list[_Held]
+    held: list[_HeldParameter]
     from_rank: int | None
 
 
-def _names(model: torch.nn.Module, held: Sequence[_Held], chosen: np.ndarray) -> str:
+def _names(model: torch.nn.Module, held: Sequence[_HeldParameter], chosen: np.ndarray) -> str:
     names = {p: name for name, p in model.named_parameters()}
     return ", ".join([names[h.parameter] for h, wrong in zip(held, chosen, strict=True) if wrong][:5])

@@ -123,19 +123,19 @@ class HeldUnits:
         if unit.is_held and unit.is_as_wanted:
             return
         with label("mpidl::gather", unit.name):
-            does = f"needs {unit.name or 'the weights of the model itself'}, which all ranks gather together"
-            asked = unit in self._prefetches
-            self._rounds.traffic.ahead += asked
+            reason = f"needs {unit.name or 'the weights of the model itself'}, which all ranks gather together"
+            is_requested = unit in self._prefetches
+            self._rounds.traffic.ahead += is_requested
             self._prefetches.discard(unit)
             # Asked again where some rank's engine is gone, and gathers nothing, or a `gathered` block begins or has
-            # ended meanwhile. A round may end between the two looks: `keeps` is the later one, so that none is started
-            # for a unit that is there.
+            # ended meanwhile. A round may end between the two looks: `stays_whole` is the later one, so that none
+            # is started for a unit that is there.
             oldest = self._rounds.oldest
-            while not self._rounds.keeps(unit.number, unit.wants_exact):
-                if not asked or oldest is None:
-                    started, asked = self.start(unit.number, Purpose.NEEDED), True
+            while not self._rounds.stays_whole(unit.number, unit.wants_exact):
+                if not is_requested or oldest is None:
+                    started, is_requested = self.start(unit.number, Purpose.NEEDED), True
                     oldest = oldest or started
-                self._waits.until_over(oldest, does, _ALONE)
+                self._waits.until_over(oldest, reason, _ALONE)
                 oldest = self._rounds.oldest
             self._rounds.wait_for_ended()
             try:
@@ -147,9 +147,9 @@ class HeldUnits:
     def before_read(self, parameter: torch.nn.Parameter, function: str) -> Callable[[], None]:
         """Unshards a parameter that an operator is about to read outside its unit's forward pass.
 
-        Returns what unshards it once more for the operator's backward pass; inside a `gathered` block, which keeps it
-        whole, nothing. Raises TrainingError outside of passes and of the loss that follows one: the other ranks may not
-        come to gather it then.
+        Returns a function that unshards it again for the operator's backward pass; inside a `gathered` block, which
+        keeps it whole, one that does nothing. Raises TrainingError outside of passes and of the loss that follows one:
+        the other ranks may not come to gather it then.
         """
         unit = self._unit_of[parameter]
         if unit.pin_count and unit.is_held:

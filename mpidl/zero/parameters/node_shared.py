@@ -47,17 +47,17 @@ class NodeSharedParameters(ParameterStrategy):
         self._comm, self._place = comm, place
         self._arenas = arenas
         self._flats = []
-        taken = dict.fromkeys(arenas, 0)
+        used_elements = dict.fromkeys(arenas, 0)
         for group in _groups(layouts):
-            start = taken[group.dtype]
-            taken[group.dtype] += aligned(group.layout.padded, group.dtype)
+            start = used_elements[group.dtype]
+            used_elements[group.dtype] += aligned(group.layout.padded, group.dtype)
             whole = arenas[group.dtype][start : start + group.layout.padded]
             self._flats.append(_SharedFlat(group, whole, comm.rank, place))
         if comm.local_rank == 0:
             for flat in self._flats:
                 flat.fill()
                 flat.share()  # at once, so that no more than one flat is there twice
-        self._meet()
+        self._wait_for_all()
         for flat in self._flats:
             flat.share()
         self.shards = [flat.shard for flat in self._flats]
@@ -83,12 +83,12 @@ class NodeSharedParameters(ParameterStrategy):
 
     def publish(self) -> None:
         """Waits until every rank has written its shards; copies of open `gathered` blocks follow them."""
-        self._meet()
+        self._wait_for_all()
         for flat in self._flats:
             flat.follow()
 
-    def _meet(self) -> None:
-        """Waits until every rank has done what it was to do to the shared memory."""
+    def _wait_for_all(self) -> None:
+        """Waits until every rank's work on the shared memory is complete."""
         self._place.synchronize()
         self._comm.barrier()
 
@@ -109,12 +109,12 @@ class NodeSharedParameters(ParameterStrategy):
             yield
         finally:
             try:
-                self._meet()
+                self._wait_for_all()
             except BaseException:  # others may be reading still
                 discard_copies(chosen)
                 raise
             close_copies(chosen)
-            self._meet()
+            self._wait_for_all()
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """This rank's share of the node's copy: its shards."""
@@ -178,7 +178,7 @@ def shared_arenas(
 
     Ranks with GPUs of their own would reach that of one of them only at the speed of what connects them.
     """
-    if not place.is_one_for(comm):
+    if not place.is_same_for_all(comm):
         return None
     sizes: dict[torch.dtype, int] = {}
     for group in _groups(layouts):

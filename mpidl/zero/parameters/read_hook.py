@@ -18,7 +18,7 @@ BeforeRead = Callable[[torch.nn.Parameter, str], Repeat | None]
 
 _BEFORE_READ = "_mpidl_before_read"  # a parameter's attribute
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # attributes that are, or lead to, its values
-ABOUT = frozenset(
+METADATA_FUNCTIONS = frozenset(
     {"size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "get_device"}
     | {"_has_compatible_shallow_copy_type"}
     | {"is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_pinned", "is_inference"}
@@ -30,10 +30,10 @@ _CONVERSIONS = frozenset({"to", "cpu", "cuda", "double", "float", "half", "bfloa
 class Watched:
     """The base of a watched parameter's class, before its own class in the order of methods.
 
-    about: names of the functions that need no values, and call nothing back.
+    metadata_functions: names of the functions that need no values, and call nothing back.
     """
 
-    about: ClassVar[frozenset[str]] = ABOUT
+    metadata_functions: ClassVar[frozenset[str]] = METADATA_FUNCTIONS
 
     @classmethod
     def __torch_function__(
@@ -44,7 +44,7 @@ class Watched:
             name = getattr(getattr(function, "__self__", None), "__name__", "")
             computes = name in _VALUES and function.__name__ == "__get__"
         else:
-            computes = name not in cls.about and not _converts_nothing(name, function, args, kwargs)
+            computes = name not in cls.metadata_functions and not _converts_nothing(name, function, args, kwargs)
         repeats: list[Repeat] = []
         for parameter in _watched_in(args, kwargs) if computes else ():
             where = getattr(parameter, _BEFORE_READ)  # None: another thread has just unwatched it
@@ -56,7 +56,7 @@ class Watched:
             result = function(*args, **(kwargs or {}))
         for tensor in tree_flatten(result)[0] if repeats else ():
             if torch.is_tensor(tensor) and tensor.grad_fn is not None:
-                tensor.register_hook(_calls(repeats))
+                tensor.register_hook(_repeat_hook(repeats))
         return result
 
 
@@ -71,7 +71,7 @@ def watch(
     kind: the base of the class that the parameter gets.
     """
     if not isinstance(parameter, Watched):
-        parameter.__class__ = _of(kind, type(parameter))  # type: ignore[arg-type]
+        parameter.__class__ = _watched_class(kind, type(parameter))  # type: ignore[arg-type]
     setattr(parameter, _BEFORE_READ, before_read)
 
 
@@ -82,7 +82,7 @@ def unwatch(parameter: torch.nn.Parameter) -> None:
         setattr(parameter, _BEFORE_READ, None)
 
 
-def _calls(repeats: list[Repeat]) -> Callable[[torch.Tensor], None]:
+def _repeat_hook(repeats: list[Repeat]) -> Callable[[torch.Tensor], None]:
     def hook(_: torch.Tensor) -> None:
         for call in repeats:
             call()
@@ -91,7 +91,7 @@ def _calls(repeats: list[Repeat]) -> Callable[[torch.Tensor], None]:
 
 
 @cache
-def _of(kind: type[Watched], own: type) -> type:
+def _watched_class(kind: type[Watched], own: type) -> type:
     return type(f"{kind.__name__}{own.__name__}", (kind, own), {})
 
 

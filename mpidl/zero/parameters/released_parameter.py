@@ -12,12 +12,12 @@ import weakref
 
 import torch
 
-from .read_hook import ABOUT, BeforeRead, Watched, unwatch, watch
+from .read_hook import METADATA_FUNCTIONS, BeforeRead, Watched, unwatch, watch
 
 
 class _Released(Watched):
-    about = ABOUT | {"data_ptr", "untyped_storage", "is_shared", "__repr__", "__format__"}
-    about |= {"__reduce_ex__", "__deepcopy__"}
+    metadata_functions = METADATA_FUNCTIONS | {"data_ptr", "untyped_storage", "is_shared", "__repr__", "__format__"}
+    metadata_functions |= {"__reduce_ex__", "__deepcopy__"}
 
 
 def release(parameter: torch.nn.Parameter, placeholder: torch.Tensor, before_read: BeforeRead) -> None:

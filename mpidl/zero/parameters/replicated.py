@@ -40,7 +40,7 @@ class ReplicatedParameters(ParameterStrategy):
     comm: the ranks that have shards.
     place: where the parameters lie.
     bucket_bytes: size of a bucket; gradients have the same buckets, so that a shard of one is the shard of the other.
-    block: elements of which no shard's edge may cut any.
+    block: elements that no shard's edge may separate.
     """
 
     write_effect: ClassVar = "the next step makes the parameter anew of its master, which was not changed"

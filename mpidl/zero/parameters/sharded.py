@@ -16,12 +16,14 @@ ever:
     in a forward or backward pass   it starts rounds for its own units (`held_units`)
     for a reduction of gradients,   `wait_for_reduction` starts a round whenever its own are over
     an agreement in a pass
-    at the end of a pass, a step    `drain` starts rounds until one in which every rank says that it is done
+    at the end of a pass that       `drain` starts rounds until one in which every rank says that it is done
+    communicates, in `release`
     in a collective of the program  it starts none: a rank that waits for it in a round raises an error that names the
                                     collective (`round_waits`)
 
-A rank drains twice in a step: at the end of the pass, as the program's own collectives follow; and in `release` before
-the step, as passes without backward may have started rounds since, and no unit may be whole when shards change.
+A rank drains at least twice in a step: at the end of the pass, as the program's own collectives follow; and in
+`release` before gradients are clipped or unscaled and before the step, as passes without backward may have started
+rounds since, and no unit may be whole when shards change.
 `publish` after the step gathers the units of open `gathered` blocks anew. With n >= 2 it also starts rounds for the
 next pass, as many on every rank; with n = 1 it does not, so that no unit takes memory between a step and the next pass.
 """
@@ -48,7 +50,7 @@ from ...job import communicator_pool
 from ..parameter_shard import ParameterShard
 from ..traffic import ZeroTraffic
 from .forward_passes import ForwardPasses
-from .gather_rounds import GatherRounds, Purpose, leave
+from .gather_rounds import GatherRounds, Purpose, join_rounds_until_all_leave
 from .gathered_unit import GatheredUnit
 from .held_units import HeldUnits
 from .private_copy import close_copies, open_copies
@@ -96,7 +98,7 @@ class ShardedParameters(ParameterStrategy):
         pooled = communicator_pool.take(comm)
         weakref.finalize(self, pooled.give_back).atexit = False
         comm = pooled.comm  # whose memory the pages must be, to be gathered into as what they are
-        pooled.set_drain(partial(leave, comm, len(layouts)))
+        pooled.set_drain(partial(join_rounds_until_all_leave, comm, len(layouts)))
         sizes = [GatheredUnit.page_bytes(layout) for layout in layouts]
         pages = comm.pages(sum(sizes), shared=share_in_node, device=place.device)
         self._compressed = None
@@ -285,7 +287,7 @@ class ShardedParameters(ParameterStrategy):
         """The shards, units that this rank holds whole now, and messages; the node's are those that it shares."""
         shards = [shard.values for shard in self.shards]
         found = {"parameters": shards + [flat.whole for unit in self._units if unit.is_held for flat in unit.flats]}
-        return found if self._compressed is None else {**found, "compression": [self._compressed.place]}
+        return found if self._compressed is None else {**found, "compression": [self._compressed.messages]}
 
     def _refuse_state_dict(self, *_: Any) -> None:
         if not all(unit.is_held and unit.exact for unit in self._units):

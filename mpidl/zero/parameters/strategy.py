@@ -2,14 +2,15 @@
 
     strategy                 stage                  a rank keeps             before a parameter is read
     `ReplicatedParameters`   1 and 2                all parameters           wait for its bucket's all-gather
-    `NodeSharedParameters`   3 on one node          shards (shared)          nothing
-    `ShardedParameters`      3 over several nodes   shards                   gather its unit, with the other ranks
+    `NodeSharedParameters`   3, one node's memory   shards (shared)          nothing
+    `ShardedParameters`      3 elsewhere            shards                   gather its unit, with the other ranks
 
 The optimizer's parts call a strategy only by the methods of `ParameterStrategy`. In the order of a step:
 
     construction   the strategy cuts `shards`; values are filled into them; publish(), start()
     forward        the strategy's own hooks and tensor subclasses
     backward       by phase (`gradients.backward`), in the thread of the pass:
+        begun      with `step_in_backward` step_problem() and wait_for_gathers()
         reached    on_gradient for each parameter; wait_for_reduction(work) of the oldest reduction, where a bucket
                    needs a buffer and none is free
         filled     end_backward()
@@ -70,7 +71,7 @@ class ParameterStrategy(Protocol):
     # ---- around a step ----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Goes over to training, once the shards have their first values. Called once, at the end of construction."""
+        """Starts training, once the shards have their first values. Called once, at the end of construction."""
         return
 
     def step_problem(self) -> str | None:

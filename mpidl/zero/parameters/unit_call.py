@@ -3,7 +3,7 @@
     the gradient of an output arrives       its backward pass begins: the unit is gathered
     those of all its inputs have arrived    its backward pass has ended: the unit may be released
 
-Where an output is another unit's input, one hook tells both. The graph keeps the hooks, and they keep no engine.
+Where an output is another unit's input, one hook calls both. The graph keeps the hooks, and they keep no engine.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard, TypeVar
 
 import torch
 
-from ...compiling import plain
+from ...compiling import unwrap_compiled
 from ...errors import ConfigurationError
 from ...gradients.buckets import BucketLayout, layout_of
 
@@ -71,7 +71,7 @@ def unit(module: Module) -> Module:
     return module
 
 
-def cut(model: torch.nn.Module, rule: UnitRule = None) -> list[Unit]:
+def cut_into_units(model: torch.nn.Module, rule: UnitRule = None) -> list[Unit]:
     """The model's units in the order of its modules; the last one is the model itself, with what is left.
 
     rule: the modules that are units, besides those marked by `unit`: module classes, or a function of a module. By
@@ -85,7 +85,7 @@ def cut(model: torch.nn.Module, rule: UnitRule = None) -> list[Unit]:
         rule = _classes(rule, "units")
         if not any(isinstance(module, rule) for module in model.modules()):
             raise ConfigurationError(f"units: got {rule!r}; needs classes of modules that the model has")
-    within = set(chosen(model, rule).values())
+    within = set(select_modules(model, rule).values())
     owners = {p: _owner(model, within, paths) for p, paths in _paths(model).items()}
     units = []
     for name, module in model.named_modules():
@@ -132,8 +132,11 @@ def backward_order(units: Sequence[AnyUnit]) -> list[AnyUnit]:
     return [*reversed(units[:-1]), *units[-1:]]
 
 
-def chosen(model: torch.nn.Module, rule: UnitRule, argument: str = "units") -> dict[str, torch.nn.Module]:
-    """The modules that a rule of `cut` names, by name, the outermost ones. argument: what messages call the rule."""
+def select_modules(model: torch.nn.Module, rule: UnitRule, argument: str = "units") -> dict[str, torch.nn.Module]:
+    """Selects the modules that a rule of `cut_into_units` names; returns the outermost ones, by name.
+
+    argument: what messages call the rule.
+    """
     names: dict[str, torch.nn.Module] = {}
     marked = {id(module) for module in model.modules() if getattr(module, _MARK, False)}
     if rule is None and marked:
@@ -177,8 +180,9 @@ def _blocks(group: torch.nn.Module) -> list[torch.nn.Module]:
     if not isinstance(group, _Lists | torch.nn.Sequential):
         return []
     entries = list(_entries(group))
-    kinds = Counter(type(plain(entry)) for entry in entries)
-    stacked = {type(plain(entry)) for entry in entries if any(True for _ in plain(entry).children())}
+    plain = [unwrap_compiled(entry) for entry in entries]
+    kinds = Counter(map(type, plain))
+    stacked = {type(entry) for entry in plain if any(True for _ in entry.children())}
     chain = isinstance(group, torch.nn.Sequential)
     return entries if any(kinds[kind] > 1 for kind in stacked) and not (chain and len(kinds) > 1) else []
 

@@ -37,13 +37,13 @@ class _ParameterMemory:
 
     values: what its data was then.
     address: where it lay.
-    counted: whether writing to it in place is wrong.
+    refuses_writes: whether writing to it in place is wrong.
     version: torch's count of writes to it, of which none was wrong.
     """
 
     values: torch.Tensor
     address: int
-    counted: bool
+    refuses_writes: bool
     version: int
 
 
@@ -66,8 +66,8 @@ class WeightGuard:
         self._writable: list[set[torch.nn.Parameter]] = []
         self.replaced = False
         # The hooks stay with the model and must not keep its optimizer. First, as later ones make parameters whole.
-        self._handles = [model.register_forward_pre_hook(_weakly(self._before_forward), prepend=True)]
-        before_loading = UnpicklableHook(_weakly(self._before_loading))
+        self._handles = [model.register_forward_pre_hook(_call_if_alive(self._before_forward), prepend=True)]
+        before_loading = UnpicklableHook(_call_if_alive(self._before_loading))
         for module in (m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)):  # these take no hook
             self._handles.append(module._register_load_state_dict_pre_hook(before_loading, with_module=True))
 
@@ -119,15 +119,17 @@ class WeightGuard:
 
     def weight_problem(self, *, inside: bool = False) -> str | None:
         """Tells what is wrong with the weights of this rank, None if nothing is. inside: allow a block's writes."""
-        return self._moved() or self._described([p for p in self._written() if not (inside and self._may_write(p))])
+        return self._moved_problem() or self._described(
+            [p for p in self._written() if not (inside and self._may_write(p))]
+        )
 
     def refuse_moved(self) -> None:
         """Raises TrainingError, on this rank, for a parameter that is no longer where the engine has laid it."""
-        problem = self._moved()
+        problem = self._moved_problem()
         if problem is not None:
             raise TrainingError(problem)
 
-    def _moved(self) -> str | None:
+    def _moved_problem(self) -> str | None:
         for p in self._misplaced():
             was = self._memory_of[p].values
             return (
@@ -151,7 +153,9 @@ class WeightGuard:
 
     def _written(self) -> list[torch.nn.Parameter]:
         with torch._C.DisableTorchFunctionSubclass():
-            return [p for p, memory in self._memory_of.items() if memory.counted and p._version != memory.version]
+            return [
+                p for p, memory in self._memory_of.items() if memory.refuses_writes and p._version != memory.version
+            ]
 
     def _described(self, written: list[torch.nn.Parameter], where: str = "outside of") -> str | None:
         if not written:
@@ -164,11 +168,10 @@ class WeightGuard:
 
     @contextmanager
     def gathered(self, module: torch.nn.Module | None, writable: bool) -> Iterator[None]:
-        """Around whole parameters. writable: those of `module`, or all, may be written to.
+        """Context around a `gathered` block. writable: the block may write to the parameters of `module`, or to all.
 
-        Raises TrainingError for others that were, and before that for parameters that were moved.
+        Raises TrainingError for others that were written to.
         """
-        self.refuse_moved()
         before = set(self._written())
         allowed = set((self._model if module is None else module).parameters()) if writable else set()
         depth = len(self._writable)
@@ -227,8 +230,8 @@ class WeightGuard:
                 )
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A hook that calls a method as long as its object is there."""
+def _call_if_alive(method: Callable[..., None]) -> Callable[..., None]:
+    """Returns a hook that calls a method as long as its object is there."""
     where = weakref.WeakMethod(method)
 
     @torch.compiler.disable

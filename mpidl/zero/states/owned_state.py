@@ -3,7 +3,8 @@
     parameter, flattened   [ 0 .. start | start .. stop | stop .. ]      the middle is this rank's `values`
 
 Nothing is gathered. The values are those on which training goes on: the fp32 masters where there are any. While a
-delayed update is pending they are the new values; `seen` holds those with which passes still compute.
+delayed update is pending they are the new values; `published_values` gives those with which passes still
+compute.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ class OwnedState:
         """Hands loaded settings on that the next backward pass needs. groups: the optimizer's."""
         self._inner.take_settings(groups)
 
-    def refuse_unlike_weights(self) -> None:
+    def refuse_local_weights(self) -> None:
         """Raises TrainingError on every rank where each has weights of its own (`optim.ZeroOneAdam`)."""
-        self._inner.refuse_unlike_weights()
+        self._inner.refuse_local_weights()
 
     def slices(self) -> list[OwnedSlice]:
         """This rank's slices of all parameters that are cut over the ranks; others are whole on every rank."""
@@ -81,14 +82,15 @@ class OwnedState:
                     values: torch.Tensor = self._slices[p].values
                 else:
                     values = shard.values[piece.offset : piece.offset + piece.stop - piece.start]
-                found.append(OwnedSlice(p, piece.start, piece.stop, values, self._over.is_first))
+                found.append(OwnedSlice(p, piece.start, piece.stop, values, self._over.has_root))
         return found
 
     @contextmanager
-    def written(self, unseen: Collection[torch.nn.Parameter] = ()) -> Iterator[None]:
+    def written(self, unpublished: Collection[torch.nn.Parameter] = ()) -> Iterator[None]:
         """Lets slices be overwritten inside, on every rank; then shows the new parameters to all. Collective.
 
-        unseen: parameters that get new values with the next step, until when they have those written to `seen`.
+        unpublished: parameters that get new values with the next step, until when they have those written to
+            `published_values`.
         """
         if self._guard is not None:
             self._guard.put_back()
@@ -98,26 +100,26 @@ class OwnedState:
         yield
         with torch.no_grad():
             for p, part in self._slices.items():
-                if p not in unseen:
+                if p not in unpublished:
                     part.publish_values()
                     self.forget()
             if self._offloaded is not None:
-                self._offloaded.hold_back(self._offloaded_slice(p) for p in self._slices if p in unseen)
+                self._offloaded.hold_back(self._offloaded_slice(p) for p in self._slices if p in unpublished)
             self._parameters.publish()
         if self._guard is not None:
             self._guard.accept()
 
     # ---- what offload adds -----------------------------------------------------------------------------------------
 
-    def unseen(self) -> set[torch.nn.Parameter]:
+    def unpublished(self) -> set[torch.nn.Parameter]:
         """Returns the parameters whose new values a delayed update shows in the next step. The same on every rank."""
-        waiting = set() if self._offloaded is None else set(self._offloaded.unseen())
+        waiting = set() if self._offloaded is None else set(self._offloaded.unpublished())
         return {p for p, part in self._slices.items() if part in waiting}
 
-    def seen(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+    def published_values(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """This rank's slice of the values that passes compute with, in the parameter's dtype; may be overwritten."""
         part = self._slices[parameter]
-        return part.of(part.shard.values)
+        return part.view_in(part.shard.values)
 
     @property
     def delays(self) -> bool:
@@ -134,11 +136,11 @@ class OwnedState:
         if self._offloaded is not None:
             self._offloaded.steps = count
 
-    def room(self, key: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, key: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Memory for a slice's optimizer state, to be written before it is set: on the disk, if it lies there."""
         if self._offloaded is None:
             return torch.empty_like(key, dtype=dtype, requires_grad=False)
-        return self._offloaded.state.room(key, name, dtype)
+        return self._offloaded.state.allocate(key, name, dtype)
 
     def forget(self) -> None:
         """Removes slices on the disk that were read or written from this process's memory."""
@@ -161,14 +163,14 @@ class OwnedState:
         flags = np.array([r for number in range(len(self._shards)) for r in self._gradients.reached(number)], np.uint8)
         self.comm.all_reduce(flags, "max")
         if flags.any():
-            self._inner.refuse_unlike_gradients()
+            self._inner.refuse_local_gradients()
         reached = iter(flags)
         found = {}
         for number, shard in enumerate(self._shards):
             gradient = self._gradients.shard(number)
             for p in shard.parameters:
                 if next(reached):
-                    found[p] = self._slices[p].of(gradient)
+                    found[p] = self._slices[p].view_in(gradient)
         return found
 
     def new_gradients(self, dtypes: Mapping[torch.nn.Parameter, torch.dtype]) -> dict[torch.nn.Parameter, torch.Tensor]:
@@ -184,6 +186,6 @@ class OwnedState:
             if any(reached):
                 wide = any(dtypes.get(p) == torch.float32 for p in shard.parameters)
                 gradient = self._gradients.restore(number, reached, wide)
-                found.update({p: self._slices[p].of(gradient) for p in shard.parameters if p in dtypes})
+                found.update({p: self._slices[p].view_in(gradient) for p in shard.parameters if p in dtypes})
         self._grads.show_gradients()
         return found

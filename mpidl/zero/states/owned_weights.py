@@ -68,8 +68,9 @@ class OwnedWeights:
 
         Raises TrainingError where each rank has weights of its own (`optim.ZeroOneAdam`).
         """
-        self._owned.refuse_unlike_weights()
-        self._parameters.wait_for_gathers()  # a library's all-gather may use a shard's own place as room while it runs
+        self._owned.refuse_local_weights()
+        # A library's all-gather may use the shard's memory as scratch space while it runs.
+        self._parameters.wait_for_gathers()
         return {name: part.values.detach() for name, (_, part) in self._by_name.items()}
 
     def forget(self) -> None:
@@ -119,7 +120,7 @@ class OwnedWeights:
         return found
 
     def agreed(self, value: Any) -> Any:
-        """Rank 0's value. Collective."""
+        """Broadcasts rank 0's value. Collective."""
         return broadcast_object(self.comm, value)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -16,7 +16,7 @@ from collectives import Communicator
 
 from ...errors import TrainingError
 from ...job.agreement import refuse_everywhere
-from ..gradients.clip_and_unscale import refuse_used
+from ..gradients.clip_and_unscale import refuse_consumed
 from ..optimizer_parts import Parts
 from . import whole_states as state
 from .owned_state import OwnedState
@@ -37,27 +37,27 @@ def flush(parts: Parts) -> None:
 def gathered(parts: Parts, module: torch.nn.Module | None, writable: bool, from_rank: int | None) -> Iterator[None]:
     """Holds the parameters of `module` whole inside: see `ZeroOptimizer.gathered`. Collective."""
     flush(parts)
-    block = parts.whole.block(module, writable, from_rank)
+    block = parts.gathered_blocks.block(module, writable, from_rank)
     with parts.guard.gathered(module, writable), block:
         yield
 
 
 def model_state(parts: Parts, masters: bool) -> dict[str, Any]:
-    """The plain model's state_dict on rank 0 of `group`, `absent_state` on the others. Collective, also over tp.
+    """Gathers the plain model's state_dict on rank 0; `absent_state` on the other ranks. Collective, also over tp.
 
     masters: in fp32 where there are any.
     """
     flush(parts)
     refuse_everywhere(parts.comm, parts.guard.weight_problem())
-    parts.inner.refuse_unlike_weights()
+    parts.inner.refuse_local_weights()
     slices = parts.slices if masters else {}
     own = state.gather_model(parts.shard_group, parts.model, parts.names, parts.parameters, slices)
     tp = _tp(parts)
-    return own if tp is None or not parts.shard_group.is_root else state.join_over(tp, parts.names, own)
+    return own if tp is None or not parts.shard_group.is_root else state.join_over_tp(tp, parts.names, own)
 
 
 def _tp(parts: Parts) -> Communicator | None:
-    """The ranks over which the model is cut, which are all rank 0 of their `group` or none is; None if it is whole."""
+    """The ranks of tp, either all of them rank 0 of their shard group's world or none; None if the model is whole."""
     return None if parts.mesh is None or parts.mesh.size("tp") == 1 else parts.mesh["tp"]
 
 
@@ -72,7 +72,7 @@ def load_model_state(parts: Parts, state_dict: Mapping[str, torch.Tensor]) -> No
 def optimizer_state(parts: Parts, outer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of the plain optimizer with outer's groups, on rank 0; `absent_state` on the others. Collective."""
     flush(parts)
-    parts.inner.refuse_unlike_weights()
+    parts.inner.refuse_local_weights()
     _cut_state(parts)
     return state.gather_optimizer(parts.shard_group, outer, parts.inner, parts.slices)
 
@@ -86,14 +86,17 @@ def load_optimizer_state(parts: Parts, outer: torch.optim.Optimizer, state_dict:
 
 def gradients(parts: Parts) -> dict[str, Any]:
     """The reduced gradients by name, whole, on rank 0; `absent_state` on the others. Collective."""
-    refuse_used(parts, "gradients")
+    refuse_consumed(parts, "gradients")
     parts.parameters.release()
     return state.gather_gradients(parts.shard_group, parts.names, _owned(parts).gradients(), parts.slices)
 
 
 def owned_state(parts: Parts) -> OwnedState:
-    """This rank's slices of parameters and gradients. Collective: waits for a delayed update, and leaves it unseen."""
-    parts.parameters.release()  # a library's all-gather may use the shard's own place as room while it runs
+    """This rank's slices of parameters and gradients. Collective.
+
+    Waits for a delayed update, and leaves it unpublished.
+    """
+    parts.parameters.release()  # a library's all-gather may use the shard's memory as scratch space while it runs
     if parts.offloaded is not None:
         parts.offloaded.complete()
     _cut_state(parts)

@@ -1,6 +1,9 @@
 """Gathers whole states from shards and scatters them, in the plain model's and the plain optimizer's formats.
 
 Rank 0 holds the whole, one tensor at a time travels, and no other rank ever holds more than one unit or tensor whole.
+
+Who runs what: the thread of the program. Every rank walks the parameters in the same order, so all meet each gather,
+scatter and broadcast. Rank 0's input is checked first, and an error goes to all ranks before anything is sent.
 """
 
 from __future__ import annotations
@@ -86,7 +89,7 @@ def gather_model(
     return whole
 
 
-def join_over(tp: Communicator, names: StateNames, own: dict[str, Any]) -> dict[str, Any]:
+def join_over_tp(tp: Communicator, names: StateNames, own: dict[str, Any]) -> dict[str, Any]:
     """The whole tensors of a state whose parameters are cut over tp. Collective over it. own: this rank's parts."""
     first: dict[torch.nn.Parameter, str] = {}
     for name in names.names:
@@ -108,7 +111,7 @@ def scatter_model(
     slices: Slices,
     tp: Communicator | None = None,
 ) -> None:
-    """Rank 0's whole state into every rank's part of the model, and of the masters.
+    """Scatters rank 0's whole model state into every rank's parameters and masters.
 
     gathered: whole parameters inside, of which rank 0's changes go to all.
     tp: the ranks over which the model is cut, each rank 0 of `over` or none; all of those give the whole.
@@ -222,7 +225,7 @@ def scatter_optimizer(
     slices: Slices,
     state_dict: Mapping[str, Any],
 ) -> None:
-    """Rank 0's whole optimizer state into every rank's slices."""
+    """Scatters rank 0's whole optimizer state into every rank's slices."""
     by_itself = inner.needs_wholes
 
     def read() -> dict[str, Any]:
@@ -238,10 +241,10 @@ def scatter_optimizer(
         for number, p in zip(saved["params"], group["params"], strict=True):
             part = slices[p]
             entry = {}
-            for key, told in outline["state"].get(number, {}).items():
+            for key, spec in outline["state"].get(number, {}).items():
                 whole = state_dict["state"][number][key] if over.is_root else None
-                entry[key] = _scatter_entry(over, p, part, told, whole)
-                if torch.is_tensor(told) and (group.get("fused") or group.get("capturable")):
+                entry[key] = _scatter_entry(over, p, part, spec, whole)
+                if torch.is_tensor(spec) and (group.get("fused") or group.get("capturable")):
                     entry[key] = entry[key].to(part.values.device)  # where such steps count
             inner.state[part.values] = entry
     inner.take_settings(outer.param_groups)
@@ -320,14 +323,14 @@ def _to_device(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
     return tensor.to(where if tensor.dim() else tensor.device, copy=True)
 
 
-def _scatter_entry(over: ShardGroup, p: torch.nn.Parameter, part: Slice, told: Any, whole: Any) -> Any:
-    if not isinstance(told, ShardedStateSpec):
+def _scatter_entry(over: ShardGroup, p: torch.nn.Parameter, part: Slice, spec: Any, whole: Any) -> Any:
+    if not isinstance(spec, ShardedStateSpec):
         # A tensor goes where the parameter is, a number stays where it is, as in torch.
         move = partial(_to_device, where=part.values.device)
-        return mark_replicated(tree_map_only(torch.Tensor, move, told))
+        return mark_replicated(tree_map_only(torch.Tensor, move, spec))
     counts = part.counts(p, over.size)
     where = part.values.device
-    own = torch.empty(counts[over.rank], dtype=told.dtype, device=where)
+    own = torch.empty(counts[over.rank], dtype=spec.dtype, device=where)
     over.scatter(own, whole.detach().contiguous().to(where) if over.is_root else None, counts)
     # A state saved with 16-bit parameters goes on in the master's dtype, as in torch.
     return own.to(part.values.dtype) if own.is_floating_point() else own

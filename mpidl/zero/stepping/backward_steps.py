@@ -27,7 +27,7 @@ from ..parameters.weight_guard import WeightGuard
 from ..slices import Slice
 
 
-class BackwardSteps:
+class BackwardShardSteps:
     """A `Stepper` of `ShardReducer`.
 
     partial: steps on some slices at a time.
@@ -93,7 +93,7 @@ class BackwardSteps:
 
         foreign_problem: why a gradient of this rank is refused: the program has set it.
 
-        `step` communicates nothing, so that the next pass raises the error.
+        `step` agrees on nothing, so that the next pass raises the error.
         """
         self._is_open, self._foreign_problem = False, foreign_problem
 

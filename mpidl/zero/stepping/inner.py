@@ -60,11 +60,11 @@ class InnerOptimizer(Protocol):
         """Raises ConfigurationError for a whole state by which this optimizer cannot go on."""
         return
 
-    def refuse_unlike_weights(self) -> None:
+    def refuse_local_weights(self) -> None:
         """Raises TrainingError where each rank has weights of its own, so that there are none of the model."""
         return
 
-    def refuse_unlike_gradients(self) -> None:
+    def refuse_local_gradients(self) -> None:
         """Raises TrainingError where each rank has gradients of its own, so that there are none of the model."""
         return
 

@@ -26,7 +26,7 @@ from ...optimizer_trial import (
     Trial,
     exchanges_gradients,
     needs_of,
-    notes_in_groups,
+    reason_of_changed_settings,
     try_steps,
     without_parameters,
 )
@@ -107,7 +107,7 @@ def find_needs(
             f"step_in_backward: a step of {name} needs whole parameters, which are brought together after the pass"
         )
     if noted and step_in_backward:
-        raise ConfigurationError(f"step_in_backward: {name} {notes_in_groups(noted)}")
+        raise ConfigurationError(f"step_in_backward: {name} {reason_of_changed_settings(noted)}")
     if noted and offloaded:
         raise ConfigurationError(
             f"offload: {name} changes {', '.join(sorted(noted))} of its groups in a step, and offloaded state has one "

@@ -34,13 +34,13 @@ class RankElements:
 
     count: of elements of its part of the parameter, the next ones in order.
     cut: the part's place in the whole parameter; None: it is the whole.
-    gives: whether the whole is made of it.
+    is_source: whether the whole is made of it.
     """
 
     tp: int
     count: int
     cut: Cut | None
-    gives: bool
+    is_source: bool
 
 
 @dataclass(frozen=True)
@@ -48,45 +48,45 @@ class Distribution:
     """The elements of one parameter, by rank.
 
     shape: of the whole.
-    of: each rank's.
+    by_rank: each rank's.
     """
 
     shape: torch.Size
-    of: tuple[RankElements, ...]
+    by_rank: tuple[RankElements, ...]
 
     @property
     def counts(self) -> list[int]:
         """Elements by rank."""
-        return [held.count for held in self.of]
+        return [held.count for held in self.by_rank]
 
     @property
-    def given(self) -> list[int]:
+    def source_counts(self) -> list[int]:
         """Elements of which the whole is made, by rank."""
-        return [held.count if held.gives else 0 for held in self.of]
+        return [held.count if held.is_source else 0 for held in self.by_rank]
 
     def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """Makes the whole of the ranks' pieces, flat, by rank, those that give none empty ones. Returns it flat."""
         whole = pieces[0].new_empty(self.shape.numel())
-        parts = {held.tp: held.cut for held in self.of if held.gives}
+        parts = {held.tp: held.cut for held in self.by_rank if held.is_source}
         for tp, cut in parts.items():
-            own = [piece for piece, held in zip(pieces, self.of, strict=True) if held.gives and held.tp == tp]
+            own = [piece for piece, held in zip(pieces, self.by_rank, strict=True) if held.is_source and held.tp == tp]
             if cut is None:
                 torch.cat(own, out=whole)
             else:
                 cut.write(torch.cat(own).view(cut.part_shape), whole.view(self.shape))
         return whole
 
-    def in_a_row(self, whole: torch.Tensor) -> torch.Tensor:
+    def concatenated(self, whole: torch.Tensor) -> torch.Tensor:
         """Returns the ranks' pieces of a whole, one after the other."""
-        is_so = all(held.gives and held.cut is None for held in self.of)
-        return whole.reshape(-1) if is_so else torch.cat(self.split(whole))
+        is_in_order = all(held.is_source and held.cut is None for held in self.by_rank)
+        return whole.reshape(-1) if is_in_order else torch.cat(self.split(whole))
 
     def split(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Returns every rank's piece of a whole, flat, by rank."""
         parts: dict[int, torch.Tensor] = {}
         starts: dict[int, int] = {}
         pieces = []
-        for held in self.of:
+        for held in self.by_rank:
             if held.tp not in parts:
                 parts[held.tp] = (whole if held.cut is None else held.cut.of(whole.view(self.shape))).reshape(-1)
             start = starts.get(held.tp, 0)
@@ -95,7 +95,7 @@ class Distribution:
         return pieces
 
 
-def ranks_of_wholes(over: ShardGroup, mesh: Mesh | None) -> Communicator:
+def ranks_with_slices(over: ShardGroup, mesh: Mesh | None) -> Communicator:
     """The ranks that together hold the parameters that `over` has slices of. Collective over the mesh with tp."""
     if mesh is None or mesh.size("tp") == 1:
         return over.shard_comm
@@ -121,7 +121,7 @@ def distributions(
 ) -> list[Distribution]:
     """Returns the distribution of each parameter. Collective over `comm` with tp, else local.
 
-    comm: of `ranks_of_wholes`.
+    comm: of `ranks_with_slices`.
     tp: this rank's number on tp; None where that has one rank.
     parts: of each parameter the shape here, the elements of every rank that has slices of it, this rank's number among
         these, and the placement.
@@ -134,14 +134,14 @@ def distributions(
     mine: list[Any] = []
     for _, counts, rank, placed in parts:
         is_cut = "tp" in placed.axes
-        gives = placed.counted if is_cut else tp == 0
-        mine.append(RankElements(tp, counts[rank], placed.cut if is_cut else None, gives))
+        is_source = placed.counted if is_cut else tp == 0
+        mine.append(RankElements(tp, counts[rank], placed.cut if is_cut else None, is_source))
     everyone = all_gather_object(comm, mine)
     found = []
     for number, (shape, _, _, placed) in enumerate(parts):
         whole = shape if mine[number].cut is None else torch.Size(placed.cut.shape)  # type: ignore[union-attr]
         found.append(Distribution(whole, tuple(held[number] for held in everyone)))
-        given = sum(found[-1].given)
+        given = sum(found[-1].source_counts)
         if given != whole.numel():
             raise ConfigurationError(
                 f"place: the ranks of tp count {given} elements of a parameter of shape {tuple(whole)}; needs each of "

@@ -97,11 +97,11 @@ class ReplicatedSteps(InnerOptimizer):
         """Raises ConfigurationError for the state of another optimizer."""
         self.optimizer.refuse_foreign_state(state_dict)
 
-    def refuse_unlike_weights(self) -> None:
+    def refuse_local_weights(self) -> None:
         """Raises TrainingError between two exchanges of weights (ZeroOneAdam)."""
-        self.optimizer.refuse_unlike_weights()
+        self.optimizer.refuse_local_weights()
 
-    def refuse_unlike_gradients(self) -> None:
+    def refuse_local_gradients(self) -> None:
         """Raises TrainingError after the freeze."""
         if self._group.world.size > 1 and not self.optimizer.averages_gradients:
             raise TrainingError(
@@ -153,7 +153,7 @@ class ReplicatedSteps(InnerOptimizer):
                     part = self._slices[p]
                     value = self.state.get(part.values, {}).get(key)
                     if value is not None:
-                        part.of(mine).copy_(value)
+                        part.view_in(mine).copy_(value)
                 self._group.world.all_gather(flat, mine.clone())
                 views = shard.layout.views(flat, [p.shape for p in shard.parameters])
                 for p, view in zip(shard.parameters, views, strict=True):

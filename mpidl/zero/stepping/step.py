@@ -16,7 +16,7 @@ The inner optimizer communicates where it needs whole parameters (Muon) or their
 offloaded update was delayed, on whose success the ranks agree.
 
 All of it runs in the thread that calls `step()`. A reason on one rank is an error on all, before anything is changed.
-With `step_in_backward` the pass has made the step (`backward_steps`), and `step()` only ends it.
+With `step_in_backward` the pass has made the step (`backward_steps`); `step()` ends it, and broadcasts the buffers.
 """
 
 from __future__ import annotations

@@ -14,6 +14,11 @@ change parameters that have no gradient.
 
 The owner keeps the optimizer's state. For saving and loading it is cut like the parameters, as other optimizers' states
 are, and state of other shapes is copied to every rank; the next step moves it back to the owner.
+
+Who runs what: the thread of the step. For the batches, in an order that is equal on every rank: an all-to-all of
+values, one of gradients, the owners' steps, an agreement that all succeeded, an all-to-all back. The ranks have agreed
+before which parameters have gradients (`step`), so all make the same collectives, and none waits for an owner that
+failed.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ from ..shard_group import ShardGroup
 from ..slices import ShardedStateSpec, Slice
 from .inner import InnerOptimizer, masters, state_tensors
 from .optimizer_class import frozen
-from .parameter_distribution import Distribution, distributions, ranks_of_wholes
+from .parameter_distribution import Distribution, distributions, ranks_with_slices
 
 BATCH_BYTES = 32 * MIB  # of values that an owner has whole at a time, if no parameter is larger
 
@@ -91,7 +96,7 @@ class WholeSteps(InnerOptimizer):
         together: bool,
         mesh: Mesh | None = None,
     ) -> None:
-        self._comm, self._make, self._slices, self._together = ranks_of_wholes(over, mesh), make, slices, together
+        self._comm, self._make, self._slices, self._together = ranks_with_slices(over, mesh), make, slices, together
         self._over = over
         self._tp = mesh.rank("tp") if mesh is not None and mesh.size("tp") > 1 else None
         self._loads = [0] * self._comm.size  # elements that each rank owns
@@ -131,7 +136,7 @@ class WholeSteps(InnerOptimizer):
         self._batches = self._cut_batches()
 
     def add_param_group(self, group: Mapping[str, Any]) -> None:
-        """One more of them."""
+        """Adds one group. Collective."""
         self.add_param_groups([group])
 
     def _cut_batches(self) -> list[list[_Owned]]:
@@ -165,7 +170,7 @@ class WholeSteps(InnerOptimizer):
             self._take_notes()
 
     def _step_on(self, batches: Sequence[Sequence[_Owned]]) -> None:
-        """One call of the inner optimizer. Those without a gradient are whole too where it may change them."""
+        """Calls the inner optimizer once; parameters without a gradient are whole too where it may change them."""
         assert self.optimizer is not None
         lent = [b if self._together else [e for e in b if e.part.values.grad is not None] for b in batches]
         mine = [self._mine(batch) for batch in lent]
@@ -199,20 +204,20 @@ class WholeSteps(InnerOptimizer):
                 group.update(noted)
 
     def _to_owners(self, batch: Sequence[_Owned], slices: Sequence[Any]) -> list[torch.Tensor]:
-        """Whole ones, flat, of those that this rank owns, in the batch's order."""
+        """Sends slices to the owners; returns this rank's whole tensors, flat, in the batch's order."""
         if not batch:  # on all ranks
             return []
         rank = self._comm.rank
-        leaving, arriving = self._splits(batch, [each.held.given for each in batch])
-        sent = torch.cat([piece[: each.held.given[rank]] for each, piece in zip(batch, slices, strict=True)])
+        leaving, arriving = self._splits(batch, [each.held.source_counts for each in batch])
+        sent = torch.cat([piece[: each.held.source_counts[rank]] for each, piece in zip(batch, slices, strict=True)])
         received = sent.new_empty(sum(arriving))
         self._comm.all_to_all(received, sent, arriving, leaving)
         mine = self._mine(batch)
-        pieces = self._pieces([each.held.given for each in mine], received, arriving)
+        pieces = self._pieces([each.held.source_counts for each in mine], received, arriving)
         return [each.held.join(some) for each, some in zip(mine, pieces, strict=True)]
 
     def _from_owners(self, batch: Sequence[_Owned], wholes: Sequence[torch.Tensor]) -> None:
-        """The slices' values become those of whole ones on the owners."""
+        """Sends the owners' whole tensors back into the slices' values."""
         if not batch:
             return
         arriving, leaving = self._splits(batch, [each.held.counts for each in batch])
@@ -273,13 +278,13 @@ class WholeSteps(InnerOptimizer):
         known = {n: outline for rank in all_gather_object(self._comm, outlines) for n, outline in rank.items()}
         for number, (values, each) in enumerate(self._owned.items()):
             own = held[number][1] if number in held else {}
-            for key, told in known.get(number, {}).items():
+            for key, spec in known.get(number, {}).items():
                 entry = self.state.setdefault(values, {})
-                if isinstance(told, ShardedStateSpec):
-                    entry[key] = self._scatter(each, own.get(key), told.dtype)
+                if isinstance(spec, ShardedStateSpec):
+                    entry[key] = self._scatter(each, own.get(key), spec.dtype)
                 else:
-                    move = partial(torch.Tensor.to, device=values.device if told.with_parameter else "cpu")
-                    entry[key] = mark_replicated(tree_map_only(torch.Tensor, move, told.value))
+                    move = partial(torch.Tensor.to, device=values.device if spec.with_parameter else "cpu")
+                    entry[key] = mark_replicated(tree_map_only(torch.Tensor, move, spec.value))
             self.optimizer.state.pop(each.whole, None)
         self._is_cut = True
 
@@ -301,13 +306,13 @@ class WholeSteps(InnerOptimizer):
     def _scatter(self, each: _Owned, whole: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """This rank's slice of the owner's."""
         own = torch.empty_like(each.part.values, dtype=dtype, requires_grad=False)
-        pieces = None if whole is None else each.held.in_a_row(whole)
+        pieces = None if whole is None else each.held.concatenated(whole)
         self._comm.scatter(own, pieces, each.owner, each.held.counts)
         return own
 
     def _gather(self, each: _Owned, own: torch.Tensor) -> torch.Tensor | None:
         """Gathers all ranks' slices to the whole, on the owner."""
-        given, rank = each.held.given, self._comm.rank
+        given, rank = each.held.source_counts, self._comm.rank
         pieces = own.new_empty(sum(given)) if each.owner == rank else None
         self._comm.gather(pieces, own.contiguous()[: given[rank]], each.owner, given)
         return None if pieces is None else each.held.join(pieces.split(given)).view(each.whole.shape)

@@ -355,13 +355,12 @@ def test_uneven_nodes_have_these_operations_and_auto_serves_all(nodes: tuple[Com
 def test_auto_takes_a_reduce_over_two_nodes(nodes: tuple[Communicator, Nodes]) -> None:
     comm, layout = nodes
     float32 = describe("float32")
-    chosen = [
-        comm._dispatch.choose("reduce", "auto", float32, nbytes, check("sum", float32)) for nbytes in (1 << 10, 4 << 20)
-    ]
+    choose = comm._dispatch.selection.choose
+    chosen = [choose("reduce", "auto", float32, nbytes, check("sum", float32)) for nbytes in (1 << 10, 4 << 20)]
     served = "hierarchical" in comm.algorithms("all_reduce")
     assert chosen == ["mpi", "hierarchical" if len(layout) == 2 else "mpi" if served else "double_tree"]
     for operation in ("all_to_all", "gather", "scatter"):
-        assert comm._dispatch.choose(operation, "auto", float32, 4 << 20) == "mpi"
+        assert choose(operation, "auto", float32, 4 << 20) == "mpi"
 
 
 @pytest.mark.ranks(4, exactly=True)

@@ -157,10 +157,10 @@ WRONG: dict[str, tuple[type[CollectivesError], str, Call]] = {
     ),
     "a message from oneself that was not sent": (
         ArgumentError,
-        "recv: source: got .*, and rank . has sent itself nothing with tag 3 .* needs the send first",
+        "recv: source: got .*, and rank . has no message of tag 3 to itself .* needs the send first",
         lambda c: c.recv(ones(1), c.rank, 3),
     ),
-    "a probe for what was not sent": (ArgumentError, "has sent itself nothing", lambda c: c.probe(c.rank)),
+    "a probe for what was not sent": (ArgumentError, "has no message of tag 0 to itself", lambda c: c.probe(c.rank)),
     "a message to any rank": (ArgumentTypeError, "send: dest: got None", lambda c: c.send(ones(1), None)),
     "a batch of what is no message": (
         ArgumentTypeError,

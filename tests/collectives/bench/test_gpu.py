@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from collectives.bench.device import Device
-from collectives.bench.gpu_limits import by_transport, moved_bytes, told
+from collectives.bench.gpu_limits import by_transport, limit_lines, moved_bytes
 from collectives.bench.measurement import Row
 
 MIB = 1 << 20
@@ -17,7 +17,7 @@ MIB = 1 << 20
 # The course of a benchmark on a GPU, on the host's memory: with its clock, and groups that all go the host's way.
 ON_THE_HOST = """if True:
     import sys
-    from collectives.bench import __main__ as program, gpu_limits
+    from collectives.bench import __main__ as program, gpu_limits, options
     from collectives.timing import Clock
 
     class Gpu:
@@ -28,7 +28,7 @@ ON_THE_HOST = """if True:
         def copy_bandwidth(self, comm): return 1e10
         def used_mib(self): return 1.0
 
-    gpu_limits.missing, gpu_limits.Gpu = str, Gpu
+    options.unusable_reason, gpu_limits.Gpu = str, Gpu
     gpu_limits.groups = lambda comm, ways, device: {way: comm.duplicate() for way in ways if way in ("ipc", "staged")}
     sys.exit(program.main())
 """
@@ -51,13 +51,13 @@ def test_the_limit_counts_what_ranks_on_one_gpu_read_and_write() -> None:
 def test_bounds_are_kept_or_missed() -> None:
     rows = [row("ipc", 1000.0, "symmetric"), row("ipc", 2000.0), row("staged", 6000.0), row("gloo", 9000.0)]
     what = "# all_reduce of 256 MiB of bfloat16"
-    assert told(rows) == [
+    assert limit_lines(rows) == [
         f"{what}, ipc, symmetric arrays: 0.60 of the limit (at least 0.6: kept), 9.0 x gloo (at least 10: MISSED)",
         f"{what}, ipc, user arrays: 0.30 of the limit, 4.5 x gloo",
         f"{what}, staged, user arrays: 0.10 of the limit, 1.5 x gloo (at least 2: MISSED)",
     ]
-    assert "at least" not in told([row("ipc", 1000.0, "symmetric", 64 * MIB)])[0]
-    assert "at least" not in told([row("ipc", 1000.0, "symmetric", op="reduce_scatter")])[0]
+    assert "at least" not in limit_lines([row("ipc", 1000.0, "symmetric", 64 * MIB)])[0]
+    assert "at least" not in limit_lines([row("ipc", 1000.0, "symmetric", op="reduce_scatter")])[0]
 
 
 def test_a_way_is_asked_for_and_what_was_asked_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,4 +271,4 @@ def test_ranks_that_close_after_the_same_exception_close_together(comm: Communic
             group.all_reduce(np.zeros(3), "median")
         finally:
             group.close()
-    assert all(made == MPI.COMM_NULL for made in group._parts.made)
+    assert all(made == MPI.COMM_NULL for made in group._parts.owned_comms)

@@ -61,15 +61,15 @@ def waiting(request: pytest.FixtureRequest) -> Iterator[None]:
 def own(comm: Communicator, memory: SharedMemory) -> Counters:
     """This rank's view of the node's numbers, which are followed by the sleepers."""
     ranks = comm.local_size
-    return Counters(memory, 0, ranks * STRIDE, comm.local_rank, ranks, crowded=False)
+    return Counters(memory, 0, ranks * STRIDE, comm.local_rank, ranks, oversubscribed=False)
 
 
-@pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize("oversubscribed", [False, True])
 def test_what_was_written_before_a_barrier_is_there_after_it(
-    topology: Topology, memory: SharedMemory, crowded: bool, waiting: None
+    topology: Topology, memory: SharedMemory, oversubscribed: bool, waiting: None
 ) -> None:
     rank, ranks = topology.local_rank, topology.local_size
-    barrier = Barrier(memory, STRIDE, rank, ranks, crowded=crowded, fence=topology.node.Barrier)
+    barrier = Barrier(memory, STRIDE, rank, ranks, oversubscribed=oversubscribed, fence=topology.node.Barrier)
     written = np.frombuffer(memory, np.int64, ranks, 1 << 15)
     delays = random.Random(rank)
     for number in range(1, _ROUNDS):
@@ -104,7 +104,7 @@ def test_a_rank_that_sleeps_is_woken_among_few_and_many_ranks(ranks: int, monkey
     monkeypatch.setattr(counters, "_futex", lambda address, operation, value, seconds=0.0: woken.append(address) or 0)
     sleepers = ranks * STRIDE
     memory = bytearray(sleepers + Counters.nbytes_of_sleepers(ranks))
-    views = [Counters(memory, 0, sleepers, rank, ranks, crowded=False) for rank in range(ranks)]
+    views = [Counters(memory, 0, sleepers, rank, ranks, oversubscribed=False) for rank in range(ranks)]
     for rank, view in enumerate(views):
         view.advance(1)
         assert not woken
@@ -127,7 +127,7 @@ def test_mpi_looks_for_messages_meanwhile(
     def look() -> None:
         looks[comm.local_rank] += 1
 
-    monkeypatch.setattr(counters, "let_mpi_look", look)
+    monkeypatch.setattr(counters, "progress_mpi", look)
     if comm.local_rank == 0:  # the last to come, once all others have had MPI look, time and again
         waited = time.monotonic()
         while looks[1:].min(initial=5) < 5 and time.monotonic() < waited + _LONG:
@@ -162,6 +162,6 @@ def test_one_thread_waits_while_others_of_the_process_work(comm: Communicator, o
     comm.barrier()
 
 
-def test_a_node_is_crowded_if_it_has_more_ranks_than_cores(topology: Topology) -> None:
+def test_a_node_is_oversubscribed_if_it_has_more_ranks_than_cores(topology: Topology) -> None:
     cores = set[int]().union(*topology.node.allgather(os.sched_getaffinity(0)))
-    assert topology.crowded == (topology.local_size > len(cores))
+    assert topology.oversubscribed == (topology.local_size > len(cores))

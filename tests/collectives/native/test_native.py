@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 import collectives.native
 from collectives import ArgumentError, ArgumentTypeError, Communicator, OperationError
-from collectives.backends.mpi_functions import NOTHING, from_c
+from collectives.backends.mpi_functions import NOTHING, native_call
 from collectives.base import buffers
 from collectives.base.buffers import DTYPES
 from collectives.group import calls
@@ -216,7 +216,7 @@ def test_an_error_of_the_library_is_one_of_the_operation() -> None:
     made = Communicator()
     x = np.ones(2)
     arguments = [MPI.memory.fromaddress(x.ctypes.data, x.nbytes), MPI.DOUBLE], made.size  # no rank's number
-    call = from_c(made._dispatch.comm, "Bcast", arguments, NOTHING, lambda: None)
+    call = native_call(made._dispatch.comm, "Bcast", arguments, NOTHING, lambda: None)
     assert call is not None
     with pytest.raises(MPI.Exception, match="root"):
         call()

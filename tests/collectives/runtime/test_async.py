@@ -103,9 +103,9 @@ def test_a_system_that_lets_no_thread_choose_its_core_is_no_error(monkeypatch: p
         raise PermissionError
 
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    cores.stay_on(min(cores.usable()))
+    cores.pin_thread(min(cores.usable()))
     monkeypatch.delattr(os, "sched_setaffinity")
-    cores.stay_on(0)
+    cores.pin_thread(0)
     assert cores.current() in {-1, *range(os.cpu_count() or 1)}
     monkeypatch.setattr(cores, "_current", None)
     assert cores.current() == -1

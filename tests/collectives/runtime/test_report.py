@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from collectives.base.buffers import inspect
-from collectives.group.details import of_arrays, of_list
+from collectives.group.details import describe_arrays, describe_list
 from collectives.runtime.positions import ANY, END, Position, Positions, words
 from collectives.runtime.watchdog import report
 
@@ -20,9 +20,9 @@ from collectives.runtime.watchdog import report
 )
 def test_words_have_counts_that_are_not_the_default(counts: list[int], words: str) -> None:
     x = inspect(np.ones(sum(counts)), "x", writable=False)
-    found = of_arrays("ring", [x, counts]).decode().rstrip("\0")
+    found = describe_arrays("ring", [x, counts]).decode().rstrip("\0")
     assert re.fullmatch(rf"of {sum(counts)} float64 by ring{words}[0-9a-f]*", found)
-    assert found != of_arrays("ring", [x, counts[::-1]]).decode().rstrip("\0") or counts == counts[::-1]
+    assert found != describe_arrays("ring", [x, counts[::-1]]).decode().rstrip("\0") or counts == counts[::-1]
 
 
 IN_FOURTH = Position(4, "all_reduce", inside=True, detail="sum of 5 float32 by ring")
@@ -42,10 +42,10 @@ def test_the_words_for_a_list_name_its_dtypes() -> None:
         inspect(np.ones(n, dtype), "x", writable=False)
         for n, dtype in [(5, np.float32), (6, np.float64), (7, np.float32)]
     ]
-    assert of_list("sum", arrays, 0, False, ["ring", "mpi", "ring"]) == words(
+    assert describe_list("sum", arrays, 0, False, ["ring", "mpi", "ring"]) == words(
         "sum of 3 arrays of 18 by ring, mpi: float32, float64"
     )
-    assert of_list(None, arrays[:1], 2, True, ["tree"]) == words("of 1 arrays of 5 root 2 by tree: float32")
+    assert describe_list(None, arrays[:1], 2, True, ["tree"]) == words("of 1 arrays of 5 root 2 by tree: float32")
 
 
 def test_a_report_says_which_rank_has_completed_another_operation_in_its_place() -> None:
@@ -105,5 +105,5 @@ def test_what_a_program_does_is_on_its_page() -> None:
     own = Positions.decode(page.snapshot())[1]
     assert (own.number, own.detail, own.place, own.phase, own.beat) == (3, "", "dp=1, tp=0", "in step 4", 1)
     page.beat("", "x" * 1000)
-    assert page.own().phase.startswith("xxx")
+    assert page.all()[page.rank].phase.startswith("xxx")
     assert page.all()[0].phase == ""

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from collectives.memory.shared_memory import is_one_for_all, note_one_for_all, one_for_all
-from collectives.runtime.stack import Call, calls_of_main_thread, stack_of_main_thread
+from collectives.runtime.stack import StackFrame, calls_of_main_thread, stack_of_main_thread
 from collectives.runtime.watchdog import watch
 
 
@@ -61,7 +61,7 @@ def test_calls_that_begin_and_end_meanwhile_are_read_whole(impatient: None) -> N
         kept = Ending()
         return down(depth - 1) + 1 if depth else int(kept is None)
 
-    read: list[list[Call]] = []
+    read: list[list[StackFrame]] = []
     over = threading.Event()
 
     def look() -> None:

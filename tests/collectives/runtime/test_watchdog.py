@@ -93,7 +93,7 @@ def test_ranks_in_operations_of_one_kind_that_do_not_fit_are_named(job: Callable
 
 @pytest.mark.thorough
 def test_sizes_on_two_sides_of_a_limit_of_auto_are_named(job: Callable) -> None:
-    tables = default_tables(library(), nodes=1, local_size=2, crowded=False)
+    tables = default_tables(library(), nodes=1, local_size=2, oversubscribed=False)
     if tables is None:
         pytest.skip("there is no compiler, and so no default")
     (limit, _), *_ = tables["broadcast"]

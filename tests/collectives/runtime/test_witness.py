@@ -13,7 +13,7 @@ import pytest
 
 from collectives import Communicator
 from collectives.runtime.positions import ANY
-from collectives.runtime.witness import Witness, tell
+from collectives.runtime.witness import Witness, send_processes
 
 pytestmark = pytest.mark.mpi
 
@@ -72,7 +72,7 @@ def test_it_hears_which_process_is_which_rank(
     monkeypatch.setattr("collectives.runtime.witness.RANKS_AT_ONCE", 2)
     told = [(f"node{rank // 2}", 10 + rank) for rank in range(5)]
     if comm.local_rank == 0:
-        tell(told)
+        send_processes(told)
         witness.look()
         witness.close()
         assert witness.processes == dict(enumerate(told))

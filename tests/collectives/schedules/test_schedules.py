@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 
 from collectives import ScheduleError
 from collectives.schedules.algorithms import ALGORITHMS, PIPELINED, ROOTED, double_tree, schedule
-from collectives.schedules.proof import traffic, verify
+from collectives.schedules.proof import verify
 from collectives.schedules.schedule import Chunks, Kind, Role, Round, Schedule, chunk, copy, finish, recv, reduce, send
+
+
+class RankTraffic(NamedTuple):
+    """The traffic of a rank in a schedule: rounds with messages, messages sent, chunks sent."""
+
+    rounds: int
+    messages: int
+    chunks: int
+
+
+def traffic(schedule: Schedule, rank: int) -> RankTraffic:
+    """Counts one rank's rounds, messages and chunks; bytes are chunks * n / schedule.chunks."""
+    sends = [[s for s in r if s.kind is Kind.SEND] for r in schedule.program(rank)]
+    talking = [r for r in schedule.program(rank) if any(s.peer >= 0 for s in r)]
+    moved = sum(s.target.stop - s.target.start for r in sends for s in r)
+    return RankTraffic(len(talking), sum(map(len, sends)), moved)
+
 
 ALL = [(operation, name) for operation, family in ALGORITHMS.items() for name in family]
 

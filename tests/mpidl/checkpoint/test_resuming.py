@@ -11,7 +11,7 @@ import torch
 
 import mpidl
 from mpidl.checkpoint import save
-from mpidl.resuming import CAME_TO, Checkpoints, add_options
+from mpidl.resuming import NEWEST_CHECKPOINT, Checkpoints, add_options
 
 pytestmark = pytest.mark.mpi
 
@@ -39,5 +39,5 @@ def test_a_job_that_is_started_again_goes_on_from_its_newest(
     assert step_of({}) == first
     save(own, model, step=7, process_group=comm)
     assert step_of({}) == first
-    assert step_of({CAME_TO: str(former / "step-00000003")}) == first  # of another directory
-    assert step_of({CAME_TO: str(own / "step-00000007")}) == 7
+    assert step_of({NEWEST_CHECKPOINT: str(former / "step-00000003")}) == first  # of another directory
+    assert step_of({NEWEST_CHECKPOINT: str(own / "step-00000007")}) == 7

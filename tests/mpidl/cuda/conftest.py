@@ -36,7 +36,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     made = request.getfixturevalue("standin")
     made.order.forget_all()
     monkeypatch.setattr(driver, "open_device", lambda index: made)
-    monkeypatch.setattr(driver, "missing", lambda: "")
+    monkeypatch.setattr(driver, "unusable_reason", lambda: "")
     monkeypatch.setattr(driver, "TORCH", backend.NAME)
     yield backend.DEVICE
     made.synchronize()

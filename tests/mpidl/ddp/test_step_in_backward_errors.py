@@ -106,7 +106,7 @@ def test_what_cannot_step_on_a_bucket_is_refused(comm) -> None:
         (lambda: torch.optim.LBFGS(own), "LBFGS cannot step on a bucket"),
         (lambda: mpidl.optim.PostLocalSGDOptimizer(torch.optim.SGD(own), averager), "averages weights in them"),
         (lambda: Counts(own), "Counts changes count of its groups"),
-        (lambda: Decays(own), "Decays makes other steps on one parameter after another"),
+        (lambda: Decays(own), "Decays steps differently on one parameter at a time"),
         (lambda: TakesAll(own), "a step of TakesAll on a parameter depends on the other parameters"),
         (lambda: torch.optim.SGD([*own, *stranger.parameters()]), r"shape \(2, 2\) that is none of the module's"),
         (lambda: torch.optim.SGD(own, differentiable=True), "differentiable=True"),

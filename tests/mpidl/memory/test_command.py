@@ -28,10 +28,11 @@ def test_the_command_prints_a_table_and_leaves_mpi_alone() -> None:
     assert len({len(line) for line in lines[2:7]}) == 1, "aligned"
 
 
-def test_the_command_imports_mpi_without_initialising_it() -> None:
+@pytest.mark.parametrize("options", [["-m", "mpidl.memory"], ["-Im", "mpidl.memory"], ["-mmpidl.memory"]], ids=" ".join)
+def test_the_command_imports_mpi_without_initialising_it(options: list[str]) -> None:
     program = (
         "import runpy, sys\n"
-        "sys.orig_argv, sys.argv = [sys.executable, '-m', 'mpidl.memory'], ['-m', '--params=1e9', '--ranks=2']\n"
+        f"sys.orig_argv, sys.argv = [sys.executable, *{options}], ['-m', '--params=1e9', '--ranks=2']\n"
         "try:\n    runpy.run_module('mpidl.memory', run_name='__main__')\n"
         "except SystemExit as end:\n    print(end.code)\n"
         "from mpi4py import MPI\nprint(MPI.Is_initialized())\n"

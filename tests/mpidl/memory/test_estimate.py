@@ -12,7 +12,7 @@ import mpidl
 from mpidl import Compression
 from mpidl.memory import MIB, activation_bytes, estimate
 from mpidl.models.gpt2 import GPT2, GPT2Config
-from mpidl.zero.parameters.units import cut
+from mpidl.zero.parameters.units import cut_into_units
 from tests.mpidl.small_models import MEMORY_GPT2
 
 GB, MB = 1e9, 1e6
@@ -252,7 +252,7 @@ def test_messages_of_parameters_take_those_of_one_unit_a_node(method: str, each:
     assert found.compression == pytest.approx(each * 1e5 / 4, rel=1e-3)
     assert found.total == estimate(1e6, 8, **{**settings, "compress_parameters": None}).total + found.compression
     of_model = estimate(GPT2(MEMORY_GPT2), 8, **{**settings, "unit": 0})
-    largest = max(sum(p.numel() for p in unit.parameters) for unit in cut(GPT2(MEMORY_GPT2)))
+    largest = max(sum(p.numel() for p in unit.parameters) for unit in cut_into_units(GPT2(MEMORY_GPT2)))
     assert of_model.compression == pytest.approx(each * largest / 4, rel=1e-2)
     for other in ({"nodes": 1}, {"stage": 2}, {"shard_ranks": 4}):  # where nothing is gathered
         assert not estimate(1e6, 8, **{**settings, **other}).compression

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import mpidl
+from mpidl.checkpoint import import_safetensors
 from mpidl.errors import UsageError
 from mpidl.models.bert import BERT, SIZES, BERTConfig
 from mpidl.models.gpt2 import parameter_count
@@ -179,10 +180,13 @@ def test_old_files_load(saved) -> None:
         tensors["bert.pooler.dense.weight"] = torch.ones(24, 24)
         tensors["cls.seq_relationship.bias"] = torch.ones(2)
 
+    imported = BERT(SMALL)
+    import_safetensors(saved(old), imported)
     model = load_pretrained(saved(old))
     torch.manual_seed(1)
     for name, expected in BERT(SMALL).state_dict().items():
         assert torch.equal(model.state_dict()[name], expected), name
+        assert torch.equal(imported.state_dict()[name], expected), name
 
 
 WRONG_WEIGHTS = {

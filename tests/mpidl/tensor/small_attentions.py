@@ -241,7 +241,7 @@ class WrittenOut(Heads):
 
 
 class WrittenBeside(Heads):
-    """One where it is, beside the width of a head."""
+    """One where it is, next to the width of a head."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shape = (x.shape[0], -1, 4, self.head_dim)

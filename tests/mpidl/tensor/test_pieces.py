@@ -74,7 +74,7 @@ def test_a_last_norm_on_pieces_whose_gradients_nothing_sums_is_refused(comm: Com
 
 
 class ScaledBlock(Block):
-    """A block with a parameter of its own, beside layers that are cut."""
+    """A block with a parameter of its own, next to layers that are cut."""
 
     def __init__(self) -> None:
         super().__init__()

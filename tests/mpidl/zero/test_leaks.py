@@ -99,7 +99,7 @@ def hooks(owner: torch.nn.Module | torch.nn.Parameter) -> int:
 
 def allocations(end) -> int:
     """Live pieces of symmetric memory of a Communicator and its duplicates. end: the Communicator's."""
-    own = end.parts.dispatch.allocator.count_live()
+    own = sum(memory() is not None for _, memory in end.parts.dispatch.allocator._live)
     return own + sum(allocations(other) for other in end.duplicates)
 
 

@@ -18,7 +18,7 @@ def standin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     made = Gpu()
     monkeypatch.setattr(barrier, "_DELAY_BYTES", 1 << 16)  # as a host copies slower than a GPU
     monkeypatch.setattr(driver, "open_device", lambda index: made)
-    monkeypatch.setattr(driver, "missing", lambda: "")
+    monkeypatch.setattr(driver, "unusable_reason", lambda: "")
     yield made
     made.synchronize()
 

@@ -15,7 +15,7 @@ from collectives.base.buffers import DTYPES, DeviceBuffer, inspect, signature
 from tests.collectives.backends.cuda.standin import Gpu
 from tests.harness import launch
 
-MISSING = driver.missing.__wrapped__
+MISSING = driver.unusable_reason.__wrapped__
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -73,7 +73,7 @@ def test_strides_of_an_array_in_one_piece_are_fine(standin: Gpu) -> None:
 
 
 def test_without_cupy_it_says_what_to_install(standin: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "missing", MISSING)
+    monkeypatch.setattr(driver, "unusable_reason", MISSING)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     with pytest.raises(ArgumentTypeError, match=r"x: got an array on GPU 0, .*: cupy is not installed \(pip install"):
         inspect(standin.put(torch.zeros(3)), "x", writable=True)
@@ -104,7 +104,7 @@ def test_one_gpu_a_communicator(comm: Communicator, standin: Gpu) -> None:
 def test_asking_for_a_gpu_where_there_is_none_says_so_in_one_line(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "missing", lambda: "cupy sees no GPU")
+    monkeypatch.setattr(driver, "unusable_reason", lambda: "cupy sees no GPU")
     with pytest.raises(ArgumentError) as refused:
         comm.empty(3, torch.float32, device="cuda")
     assert str(refused.value) == "empty: got device 'cuda', and no GPU can be used here: cupy sees no GPU"

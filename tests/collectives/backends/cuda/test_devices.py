@@ -8,7 +8,7 @@ import torch
 
 from collectives import ArgumentError, Communicator
 from collectives.backends.cuda.copies import GpuCopies
-from collectives.devices import HOST, GpuPlace, place_at, why_not
+from collectives.devices import HOST, GpuPlace, place_at, unusable_reason
 from tests.collectives.backends.cuda.standin import Gpu
 
 
@@ -63,7 +63,7 @@ def test_the_host_is_a_place_where_there_is_nothing_to_wait_for() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_is_said_why() -> None:
-    assert why_not() in ("this torch is built without CUDA", "torch sees no GPU")
+    assert unusable_reason() in ("this torch is built without CUDA", "torch sees no GPU")
     with pytest.raises(ArgumentError, match="no GPU can be used here: "):
         place_at("cuda:0")
 

@@ -21,9 +21,9 @@ from tests.collectives.backends.cuda.fake_cupy import CUDARuntimeError, Runtime
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
-    driver.missing.cache_clear()
+    driver.unusable_reason.cache_clear()
     yield fake_cupy.install(monkeypatch)
-    driver.missing.cache_clear()
+    driver.unusable_reason.cache_clear()
 
 
 @pytest.fixture
@@ -34,15 +34,15 @@ def gpu(runtime: Runtime) -> CudaDevice:
 def test_why_no_gpu_can_be_used(runtime: Runtime) -> None:
     found = []
     for devices, fails in ((2, {}), (0, {}), (2, {"getDeviceCount": 35})):
-        driver.missing.cache_clear()
+        driver.unusable_reason.cache_clear()
         runtime.devices, runtime.fails = devices, fails
-        found.append(driver.missing())
+        found.append(driver.unusable_reason())
     assert found == ["", "cupy sees no GPU", "cupy sees no GPU: error 35"]
 
 
 def test_what_the_process_asks_of_gpus(runtime: Runtime) -> None:
     runtime.device = 1
-    assert (driver.current_index(), driver.index_of(4096), driver.identity(1)) == (1, 1, "0000:01:00.0")
+    assert (driver.current_index(), driver.index_of(4096), CudaDevice(1).identity()) == (1, 1, "0000:01:00.0")
 
 
 @pytest.mark.parametrize(("context", "after"), [(None, 1), (0, 1), (123, 0)])

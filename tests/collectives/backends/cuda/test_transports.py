@@ -7,7 +7,7 @@ import torch
 
 from collectives import ArgumentError, Communicator
 from collectives.backends.cuda import barrier
-from collectives.backends.cuda.transports import decide, wanted
+from collectives.backends.cuda.transports import decide, requested
 from tests.collectives.backends.cuda.standin import Gpu
 
 
@@ -26,7 +26,7 @@ def test_each_pair_takes_the_first_way_that_works_from_both_sides() -> None:
         ],
     )
     assert found.pairs == (("ipc", "ipc", "aware"), ("ipc", "ipc", "staged"), ("aware", "staged", "ipc"))
-    assert (found.all, found.island) == ("staged", 0)  # as the hosts have different numbers of ranks
+    assert (found.common, found.island) == ("staged", 0)  # as the hosts have different numbers of ranks
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_ipc_serves_islands_of_ranks_that_follow_each_other(islands: list[int], 
     row = [True] * len(islands)
     rows = [works([other == mine for other in islands], row) for mine in islands]
     found = decide(["auto"] * len(islands), rows)
-    assert (found.all, found.island) == ("aware" if len(set(islands)) > 1 else "ipc", size)
+    assert (found.common, found.island) == ("aware" if len(set(islands)) > 1 else "ipc", size)
     assert decide(["aware"] * len(islands), rows).island == 0
 
 
@@ -44,8 +44,8 @@ def test_ipc_serves_islands_of_ranks_that_follow_each_other(islands: list[int], 
 def test_a_way_that_serves_all_pairs_serves_all_ranks(way: str) -> None:
     all_, none = [True, True], [False, False]
     row = works(all_, none) if way == "ipc" else works(none, all_)
-    assert decide(["auto"] * 2, [row, row]).all == way
-    assert decide(["staged"] * 2, [row, row]).all == "staged"
+    assert decide(["auto"] * 2, [row, row]).common == way
+    assert decide(["staged"] * 2, [row, row]).common == "staged"
 
 
 def test_a_way_that_is_asked_for_and_does_not_work_is_an_error() -> None:
@@ -59,7 +59,7 @@ def test_a_way_that_is_asked_for_and_does_not_work_is_an_error() -> None:
 def test_an_unknown_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDL_CUDA", "fast")
     with pytest.raises(ArgumentError, match="MPIDL_CUDA: got 'fast'; needs one of auto, ipc, aware, staged"):
-        wanted()
+        requested()
 
 
 def taken(comm: Communicator, standin: Gpu) -> str:
@@ -67,7 +67,7 @@ def taken(comm: Communicator, standin: Gpu) -> str:
     x = standin.put(torch.full((1000,), float(comm.rank)))
     comm.all_reduce(x)
     assert (standin.get(x) == sum(range(comm.size))).all()
-    return comm._dispatch.gpu.group(0).transports.all
+    return comm._dispatch.gpu.group(0).transports.common
 
 
 @pytest.mark.one_node

@@ -12,7 +12,7 @@ import mpidl
 from collectives import Communicator
 from mpidl import Compression
 from mpidl.gradients.compression import auto
-from mpidl.gradients.compression.auto import NONE, PASSES, Figure, decide, part_of_bytes
+from mpidl.gradients.compression.auto import NONE, PASSES, Figure, bytes_ratio, decide
 from mpidl.gradients.compression.hook import CompressedReduction
 from mpidl.job.objects import all_gather_object
 from tests.mpidl.gradients.compression.test_engines import Training, check_equal_on_all_ranks, engines
@@ -65,7 +65,7 @@ def test_the_reduction_that_is_over_first_is_chosen(
 def test_bytes_are_a_part_of_those_of_fp32(method: str, ranks: int, needs_all: bool, expected: float) -> None:
     shapes = [torch.Size([10, 10]), torch.Size([20])]
     elements = 120 if method.startswith("powersgd") else 1 << 20
-    found = part_of_bytes(Compression(method).compressor(), elements, ranks, needs_all, shapes)
+    found = bytes_ratio(Compression(method).compressor(), elements, ranks, needs_all, shapes)
     assert found == pytest.approx(expected, rel=1e-3)
 
 
@@ -158,7 +158,7 @@ def test_what_figures_call_for_is_tried_and_kept_if_steps_become_shorter(
     clock = Clock()
 
     def measured(self: Any, *_: Any) -> None:
-        self.plain = 10.0
+        self.plain_seconds = 10.0
         self.figures = [Figure("bf16", 5.0, 0.0), Figure("int8", 1.0, 0.0)]
 
     monkeypatch.setattr(auto.AutoChoice, "_measure", measured)
@@ -193,7 +193,7 @@ def test_a_method_on_trial_has_the_start_and_the_buckets_that_it_has_by_itself(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch, best: str
 ) -> None:
     def measured(self: Any, *_: Any) -> None:
-        self.plain = 10.0
+        self.plain_seconds = 10.0
         self.figures = [Figure(name, 1.0 if name == best else 5.0, 0.0) for name in ("bf16", "powersgd:2")]
 
     def called(self: Any, state: Any, bucket: Any) -> Any:

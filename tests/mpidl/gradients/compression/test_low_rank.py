@@ -205,7 +205,7 @@ def test_the_name_makes_the_same_compressor(method: str) -> None:
         ("powersgd:4,fast", "'fast'; needs powersgd:rank, then any of fp16, bf16"),
         ("powersgd:4,fp16,bf16", "fp16 and bf16; needs one of them"),
         ("powersgd:4,min_rate=0", "min_rate '0'; needs a number from 1 up"),
-        ("powersgd:4,alternating,cold", "alternating, but without the warm start"),
+        ("powersgd:4,alternating,cold", "got alternating and cold; needs one"),
         ("gradzip:4,ridge=0", "ridge '0'; needs a number between 0 and 1"),
     ],
 )

@@ -183,14 +183,14 @@ def test_ranks_of_a_node_share_what_each_decompresses_a_part_of(comm: Communicat
     from mpidl.gradients.backward import BackwardWatch
     from mpidl.gradients.compression.settings import parameter_compressor
     from mpidl.zero.parameters.sharded import ShardedParameters
-    from mpidl.zero.parameters.units import cut, lay_out
+    from mpidl.zero.parameters.units import cut_into_units, lay_out
 
     if comm.size == 1:
         return
     model, plain, watch = Odd(), Odd(), BackwardWatch()
     watch.attach(model)
     compressor = parameter_compressor("int8")
-    layouts = lay_out(cut(model), comm.size, compressor.block)
+    layouts = lay_out(cut_into_units(model), comm.size, compressor.block)
     sharded = ShardedParameters(model, layouts, comm, watch, share_in_node=True, compressor=compressor)
     sharded.start()
     assert [pages.shared for pages in pages_made] == [True]

@@ -155,13 +155,13 @@ def test_memory_goes_back_when_a_step_is_over(comm, pages_made: list[Any]) -> No
     """Shared by the ranks of a node, as over several nodes."""
     from mpidl.gradients.backward import BackwardWatch
     from mpidl.zero.parameters.sharded import ShardedParameters
-    from mpidl.zero.parameters.units import cut, lay_out
+    from mpidl.zero.parameters.units import cut_into_units, lay_out
 
     if comm.local_size == 1:
         return
     model, watch = Stack(), BackwardWatch()
     watch.attach(model)
-    sharded = ShardedParameters(model, lay_out(cut(model), comm.size), comm, watch, share_in_node=True)
+    sharded = ShardedParameters(model, lay_out(cut_into_units(model), comm.size), comm, watch, share_in_node=True)
     sharded.start()
     (pages,) = pages_made
     assert pages.shared

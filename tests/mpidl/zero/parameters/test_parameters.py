@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpidl.zero.parameters.units import cut
+from mpidl.zero.parameters.units import cut_into_units
 from tests.mpidl.zero.reference import Block, Several, data, engine, follow, made, plainly
 from tests.mpidl.zero.ways import every_part
 
@@ -58,7 +58,7 @@ class TwoEncoders(nn.Module):
 
 def test_what_units_share_belongs_to_the_lowest_module_that_contains_them(comm) -> None:
     model = made(TwoEncoders)
-    units = {unit.name: unit for unit in cut(model)}
+    units = {unit.name: unit for unit in cut_into_units(model)}
     names = {p: name for name, p in model.named_parameters()}
     owned = {unit.name: [names[p] for p in unit.parameters] for unit in units.values()}
     assert owned["left"] == ["left.blocks.0.inner.weight"]
@@ -79,8 +79,8 @@ def test_what_units_share_belongs_to_the_lowest_module_that_contains_them(comm) 
 def test_a_list_that_is_never_called_owns_nothing(comm) -> None:
     """The weight that two blocks of the model share goes to the model, as their list has no forward pass."""
     model = made(TiedBlocks)
-    assert {unit.name for unit in cut(model)} == {"", "blocks.0", "blocks.1", "blocks.2", "blocks.3"}
-    assert model.blocks[0].inner.weight in cut(model)[-1].parameters
+    assert {unit.name for unit in cut_into_units(model)} == {"", "blocks.0", "blocks.1", "blocks.2", "blocks.3"}
+    assert model.blocks[0].inner.weight in cut_into_units(model)[-1].parameters
 
 
 def test_a_block_under_several_names_is_a_unit(comm) -> None:
@@ -89,7 +89,7 @@ def test_a_block_under_several_names_is_a_unit(comm) -> None:
         model.blocks = nn.ModuleList([model.blocks[0], model.blocks[1], model.blocks[0]])
         return model
 
-    units = cut(made(repeated))
+    units = cut_into_units(made(repeated))
     assert [(unit.name, len(unit.parameters)) for unit in units] == [("blocks.0", 2), ("blocks.1", 2), ("", 2)]
     for way in ("stage 2", "stage 3", "stage 3 gathered"):
         follow(comm, way, repeated, plainly)

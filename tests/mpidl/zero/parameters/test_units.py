@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mpidl
-from mpidl.zero.parameters.units import cut
+from mpidl.zero.parameters.units import cut_into_units
 from tests.mpidl.small_models import small_gpt2
 from tests.mpidl.zero.reference import SGD, Block, Several, engine, follow, made, plainly
 from tests.mpidl.zero.ways import zero
@@ -85,12 +85,12 @@ LISTS = {
 
 def test_units_are_the_blocks_and_the_rest() -> None:
     model = small_gpt2()
-    units = cut(model)
+    units = cut_into_units(model)
     assert [unit.name for unit in units] == ["transformer.h.0", "transformer.h.1", "transformer.h.2", ""]
     everything = [p for unit in units for p in unit.parameters]
     assert set(everything) == set(model.parameters())
     assert len(everything) == len(set(everything))
-    by_class = cut(model, [nn.LayerNorm])
+    by_class = cut_into_units(model, [nn.LayerNorm])
     assert [unit.name for unit in by_class][:2] == ["transformer.h.0.ln_1", "transformer.h.0.ln_2"]
 
 
@@ -98,8 +98,8 @@ def test_marked_modules_are_units_in_place_of_the_blocks_or_in_addition_to_a_rul
     model = small_gpt2()
     block = model.transformer["h"][1]
     assert mpidl.zero.unit(block.mlp) is block.mlp
-    assert [unit.name for unit in cut(model)] == ["transformer.h.1.mlp", ""]
-    names = {unit.name for unit in cut(model, [type(block.attn)])}
+    assert [unit.name for unit in cut_into_units(model)] == ["transformer.h.1.mlp", ""]
+    names = {unit.name for unit in cut_into_units(model, [type(block.attn)])}
     assert names == {"", "transformer.h.1.mlp", *(f"transformer.h.{number}.attn" for number in range(3))}
 
 
@@ -111,8 +111,8 @@ def test_blocks_are_units_whatever_else_is_in_their_list(comm, name: str) -> Non
         warnings.simplefilter("ignore")
         torch._dynamo.reset()
         model = made(make)
-        assert len(cut(model)) == number + 1
-        assert set(cut(model)[-1].parameters) == set(model.head.parameters())
+        assert len(cut_into_units(model)) == number + 1
+        assert set(cut_into_units(model)[-1].parameters) == set(model.head.parameters())
         follow(comm, "stage 3 gathered", make, plainly, steps=2)
 
 
@@ -128,7 +128,7 @@ class NoStack(nn.Module):
 
 
 def test_what_is_no_stack_of_blocks_belongs_to_the_model() -> None:
-    assert [unit.name for unit in cut(NoStack())] == ["parts.blocks.0", "parts.blocks.1", ""]
+    assert [unit.name for unit in cut_into_units(NoStack())] == ["parts.blocks.0", "parts.blocks.1", ""]
 
 
 @mpi

@@ -119,6 +119,20 @@ def test_a_parameter_that_is_moved_is_named_before_it_is_trained_on(comm, way: s
     trains_as_new(comm, model, optimizer)
 
 
+@pytest.mark.parametrize("way", ["stage 1", "stage 3 gathered"])
+def test_what_one_rank_has_moved_opens_a_block_on_no_rank(comm, way: str) -> None:
+    model, optimizer = engine(comm, Several, way)
+    if comm.rank == comm.size - 1:
+        MOVES["data"](model)
+    for writable in (True, False):
+        with (
+            pytest.raises(mpidl.TrainingError, match=r"head\.weight: other memory "),
+            optimizer.gathered(None, writable),
+        ):
+            raise AssertionError("the block has begun")
+    trains_as_new(comm, model, optimizer)
+
+
 @pytest.mark.one_node
 @pytest.mark.parametrize("way", ["stage 1", "stage 3"])
 def test_loading_puts_another_shape_of_the_same_memory_right(comm, way: str) -> None:

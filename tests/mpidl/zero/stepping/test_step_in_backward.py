@@ -286,7 +286,7 @@ def test_buffers_of_rank_0_come_with_the_step(comm, way: str) -> None:
         (torch.optim.Adafactor, {}, "a step of Adafactor needs whole parameters"),
         (mpidl.optim.LAMB, {}, "LAMB needs norms over all ranks' slices"),
         (Counts, {}, "Counts changes count of its groups"),
-        (Decays, {}, "Decays makes other steps on one parameter after another"),
+        (Decays, {}, "Decays steps differently on one parameter at a time"),
         (torch.optim.SGD, {"offload": "disk"}, "what is offloaded"),
         (torch.optim.SGD, {"step_in_backward": "yes"}, "step_in_backward: got .yes"),
     ],

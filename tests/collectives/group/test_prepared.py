@@ -14,7 +14,7 @@ import torch
 from collectives import ArgumentError, ArgumentTypeError, Communicator, OperationError
 from collectives.base import buffers
 from collectives.group import calls
-from collectives.prepared import PREPARED
+from collectives.group.prepared import PREPARED
 
 
 def arguments_of(operation: str, comm: Communicator, filled: Any) -> tuple[list[Any], Any]:

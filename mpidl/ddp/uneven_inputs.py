@@ -21,8 +21,8 @@ import numpy as np
 from collectives import Communicator
 
 from ..errors import ConfigurationError, TrainingError
+from ..job import communicator_pool
 from ..mesh.groups import data_group
-from . import communicator_pool
 
 _ENDED = -1
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -290,6 +292,21 @@ def test_states_are_torchs_and_the_count_of_skipped_steps(comm) -> None:
     loaded = pickle.loads(pickle.dumps(scaler))
     assert loaded.state_dict() == state
     assert loaded.process_group is None
+
+
+def test_a_copied_scaler_keeps_no_compression_alive(comm) -> None:
+    model = small_model()
+    ddp = mpidl.DistributedDataParallel(model, process_group=comm, compress="int8")
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    scaler = pickle.loads(pickle.dumps(mpidl.GradScaler(process_group=comm)))
+    scaler.scale(ddp(vectors(0)[0]).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    compressed = weakref.ref(ddp.compressed)
+    assert compressed() is not None
+    del ddp, model, optimizer
+    gc.collect()
+    assert compressed() is None
 
 
 def test_not_enabled_it_only_steps(comm) -> None:

@@ -21,13 +21,13 @@ import torch
 from collectives import Communicator
 
 from ..errors import ConfigurationError, TrainingError
+from ..gradients.compression.undo import Undoable, reductions_of, undo_step
+from ..gradients.nonfinite import NonfiniteWatch
 from ..job.runtime import default_communicator
 from ..mesh import Mesh
 from ..mesh.groups import checked
 from ..trained_by import innermost
 from ..zero import ZeroOptimizer
-from .compression.undo import Undoable, reductions_of, undo_step
-from .nonfinite import NonfiniteWatch
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -164,7 +164,11 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         # No file can hold a process group, which is the world when unpickled, or hooks on gradients.
-        return {**super().__getstate__(), "process_group": None, "_used": [], "_reductions": set(), "_watch": None}
+        return {**super().__getstate__(), "process_group": None, "_used": [], "_reductions": (), "_watch": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._reductions = weakref.WeakSet()
 
 
 def _named(optimizers: list[torch.optim.Optimizer]) -> list[tuple[str, torch.nn.Parameter]]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .runtime.progress import Work
-from .schedules.algorithms import ALGORITHMS
+from ..runtime.progress import Work
+from ..schedules.algorithms import ALGORITHMS
 
 if TYPE_CHECKING:
-    from .group.issue import Issuer, Prepared
+    from .issue import Issuer, Prepared
 
-NOT_YET = object()  # as the timeout of an operation that is to be prepared, not to run
+PREPARE_ONLY = object()  # as timeout=: prepare the operation and do not run it
 PREPARED = (*ALGORITHMS, "barrier")  # what `Communicator.prepare` takes
 
 
@@ -20,7 +20,7 @@ class PreparedOperation:
     A call does what the method of that name does: all ranks make it, in the same order as their other operations, as a
     prepared operation or by the method. The arrays must keep their memory: no `resize_`, no freed storage.
 
-    at_once: as of `group.issue.Prepared`.
+    at_once: as of `issue.Prepared`.
     """
 
     def __init__(self, issuer: Issuer, prepared: Prepared, arrays: Any) -> None:

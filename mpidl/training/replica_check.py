@@ -23,9 +23,9 @@ from ..ddp.plain_model import plain_model
 from ..digest import digest
 from ..errors import ConfigurationError, ModelMismatch
 from ..mesh.groups import data_group
+from ..replicas.checksums import checksum, difference
 from ..trained_by import trainer_of_model
 from ..zero import ZeroOptimizer
-from .checksums import checksum, difference
 
 What = torch.nn.Module | torch.optim.Optimizer | Mapping[str, Any]
 
@@ -93,7 +93,7 @@ def _zero_of(model: torch.nn.Module, what: tuple[What, ...]) -> ZeroOptimizer | 
     for thing in what:
         if isinstance(thing, ZeroOptimizer) and any(p in own for group in thing.param_groups for p in group["params"]):
             return thing
-    raise ConfigurationError("check_replicas: a ZeroOptimizer trains this model; give it too")
+    raise ConfigurationError("check_replicas: a ZeroOptimizer trains this model; pass it to check_replicas too")
 
 
 def _of_module(

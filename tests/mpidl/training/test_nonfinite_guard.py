@@ -98,7 +98,8 @@ def test_a_loss_is_named_with_its_rank_and_skipping_comes_to_an_end(comm) -> Non
         assert guard.allows(1.0, 1.0)
         assert not guard.allows(loss, 1.0)
         assert not guard.allows(loss, 1.0)
-        with pytest.raises(mpidl.TrainingError, match=rf"the loss is inf on rank {comm.size - 1}; it is the 3. step"):
+        where = f"on rank {comm.size - 1}"
+        with pytest.raises(mpidl.TrainingError, match=f"the loss is inf {where}; steps skipped in a row: 3, and"):
             guard.allows(loss, 1.0)
 
 
@@ -224,7 +225,7 @@ def test_a_compiled_model_keeps_its_buffers_too(in_place: bool) -> None:
 @pytest.mark.mpi
 def test_wrong_arguments(comm) -> None:
     model, _ = engine(comm, "stage 1")
-    with pytest.raises(mpidl.ConfigurationError, match="give it too"):
+    with pytest.raises(mpidl.ConfigurationError, match="pass it to NonfiniteGuard as optimizer="):
         mpidl.NonfiniteGuard(model, process_group=comm)
     with pytest.raises(mpidl.ConfigurationError, match="on_nan: got 'ignore'"):
         mpidl.NonfiniteGuard(model, on_nan="ignore")

@@ -40,6 +40,7 @@ from collectives import Communicator
 
 from ..ddp.plain_model import plain_model
 from ..errors import ConfigurationError, TrainingError
+from ..gradients.nonfinite import NonfiniteWatch
 from ..job.objects import all_gather_object
 from ..job.runtime import default_communicator
 from ..mesh import Mesh
@@ -47,10 +48,10 @@ from ..mesh.groups import checked, refuse_part
 from ..trained_by import innermost, trainer_of_model
 from ..zero import ZeroOptimizer
 from .kept_buffers import KeptBuffers
-from .nonfinite import NonfiniteWatch, find_nonfinite_gradients
+from .nonfinite_gradients import find_nonfinite_gradients
 
 if TYPE_CHECKING:  # at run time with compress= alone: few programs need it
-    from .compression.hook import CompressedReduction
+    from ..gradients.compression.hook import CompressedReduction
 
 Spoilt = list[tuple[str, int | None]]  # (parameter, rank, if it is known)
 
@@ -96,9 +97,11 @@ class NonfiniteGuard:
             raise ConfigurationError(f"scaler: got {type(scaler).__name__}; needs a GradScaler, or None")
         self._scaler, self._on_nan = scaler, on_nan
         self._ddp, plain = plain_model(model)
-        self._refuse_to_skip()
+        self._check_can_skip()
         if self._zero is None and trainer_of_model(plain) is not None:
-            raise ConfigurationError("NonfiniteGuard: a ZeroOptimizer trains this model; give it too")
+            raise ConfigurationError(
+                "NonfiniteGuard: a ZeroOptimizer trains this model; pass it to NonfiniteGuard as optimizer="
+            )
         averages: Communicator | None = getattr(getattr(optimizer, "averager", None), "process_group", None)
         trainer = self._zero if self._zero is not None else model
         if mesh is not None:
@@ -133,7 +136,7 @@ class NonfiniteGuard:
         norm: of all gradients, as clip_grad_norm_ has given it, which tells whether they are finite; without it they
             are all read.
         """
-        self._refuse_to_skip()
+        self._check_can_skip()
         self._announce()
         _check_number("loss", loss)
         if norm is not None:
@@ -161,7 +164,9 @@ class NonfiniteGuard:
         if (compressed := self._compressed) is not None:
             compressed.undo()
         if self._in_a_row >= self._give_up_after:
-            raise TrainingError(f"{said}; it is the {self._in_a_row}. step in a row to be skipped")
+            raise TrainingError(
+                f"{said}; steps skipped in a row: {self._in_a_row}, and give_up_after is {self._give_up_after}"
+            )
         if self._comm.rank == 0:
             warnings.warn(f"{said}; the step is skipped", RuntimeWarning, stacklevel=2)
         return False
@@ -188,7 +193,7 @@ class NonfiniteGuard:
             return self._zero.step_in_backward
         return self._ddp is not None and self._ddp.steps_in_backward
 
-    def _refuse_to_skip(self) -> None:
+    def _check_can_skip(self) -> None:
         if self._on_nan == "skip" and self._steps_in_backward:
             raise ConfigurationError(
                 "on_nan: got 'skip', but with step_in_backward the backward pass has made the step when the guard is "

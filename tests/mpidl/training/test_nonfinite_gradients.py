@@ -141,3 +141,11 @@ def test_gradients_of_plain_models_and_ddp_are_located(comm) -> None:
     zero(zeroed, comm, "stage 1")
     with pytest.raises(mpidl.ConfigurationError, match="use its find_nonfinite"):
         mpidl.find_nonfinite_gradients(zeroed, comm)
+
+
+def test_the_group_is_that_of_the_wrapper(comm) -> None:
+    with comm.split(comm.rank % 2) as half:
+        wrapped = mpidl.DistributedDataParallel(three_layers(), process_group=half)
+        wrapped(torch.ones(2, 4)).sum().backward()
+        if comm.rank % 2 == 0:  # the others never come
+            assert mpidl.find_nonfinite_gradients(wrapped) is None

@@ -130,7 +130,7 @@ def test_wrong_arguments(comm) -> None:
     with pytest.raises(mpidl.ConfigurationError, match="nothing to compare"):
         mpidl.check_replicas(process_group=comm)
     model, _ = trained(comm, "stage 1")
-    with pytest.raises(mpidl.ConfigurationError, match="give it too"):
+    with pytest.raises(mpidl.ConfigurationError, match="pass it to check_replicas too"):
         mpidl.check_replicas(model, process_group=comm)
 
 
