@@ -62,7 +62,7 @@ class Row:
 
 
 class Highest:
-    """Inside, samples this process's data; `extra` is then the highest above what it began with, in MiB."""
+    """Context that samples this process's memory; afterwards `extra` is its largest growth, in MiB."""
 
     def __enter__(self) -> Highest:
         self._before, self._stop = data_mib(), threading.Event()
@@ -104,7 +104,7 @@ class Bench:
         return result
 
     def rounds(self) -> range:
-        """The first is not timed."""
+        """Numbers of the rounds, of which the first is not timed."""
         return range(self._rounds + 1)
 
     def _largest(self, value: float) -> float:
@@ -114,14 +114,14 @@ class Bench:
 
 
 def sync_copies(sources: list[Path], targets: list[Path]) -> None:
-    """Plain copies that are on the disk."""
+    """Copies files and syncs them to the disk."""
     for source, target in zip(sources, targets, strict=True):
         shutil.copyfile(source, target)
         with target.open("rb+") as file:
             os.fsync(file.fileno())
 
 
-def trained(config: GPT2Config, call: Callable[[GPT2], tuple[Any, Any]]) -> tuple[Any, Any]:
+def after_one_step(config: GPT2Config, call: Callable[[GPT2], tuple[Any, Any]]) -> tuple[Any, Any]:
     """Builds a model by `call` and makes a step, so that Adam's states exist."""
     torch.manual_seed(0)
     made, optimizer = call(GPT2(config))
@@ -132,8 +132,8 @@ def trained(config: GPT2Config, call: Callable[[GPT2], tuple[Any, Any]]) -> tupl
     return made, optimizer
 
 
-def ours(bench: Bench, folder: Path, config: GPT2Config, stage: int, gather: bool) -> int:
-    """mpidl's rounds, the copies', and with `gather` those of torch.save; the bytes of the state's files."""
+def bench_mpidl(bench: Bench, folder: Path, config: GPT2Config, stage: int, gather: bool) -> int:
+    """Runs the rounds of mpidl, of copies and, with `gather`, of torch.save; returns the bytes of the state's files."""
     comm = bench.comm
 
     def engine(model: GPT2) -> tuple[Any, Any]:
@@ -141,7 +141,7 @@ def ours(bench: Bench, folder: Path, config: GPT2Config, stage: int, gather: boo
             return mpidl.DistributedDataParallel(model, process_group=comm), torch.optim.AdamW(model.parameters())
         return model, mpidl.ZeroOptimizer(model, torch.optim.AdamW, stage=stage, process_group=comm)
 
-    model, optimizer = trained(config, engine)
+    model, optimizer = after_one_step(config, engine)
     here = folder / "mpidl"
     for number in bench.rounds():
 
@@ -169,12 +169,12 @@ def ours(bench: Bench, folder: Path, config: GPT2Config, stage: int, gather: boo
             shutil.rmtree(behind)
         comm.barrier()
         if gather:
-            gathered(bench, number, folder, model, optimizer, stage)
+            bench_torch_save(bench, number, folder, model, optimizer, stage)
     return size
 
 
-def gathered(bench: Bench, number: int, folder: Path, model: Any, optimizer: Any, stage: int) -> None:
-    """One file that rank 0 writes, of the whole state; and back."""
+def bench_torch_save(bench: Bench, number: int, folder: Path, model: Any, optimizer: Any, stage: int) -> None:
+    """Saves the whole state to one file on rank 0, and loads it."""
     comm, path = bench.comm, folder / "whole.pt"
 
     def save() -> None:
@@ -202,8 +202,8 @@ def gathered(bench: Bench, number: int, folder: Path, model: Any, optimizer: Any
     bench.round(number, "torch.save load", load)
 
 
-def dcp(bench: Bench, folder: Path, config: GPT2Config) -> None:
-    """torch.distributed.checkpoint's rounds."""
+def bench_dcp(bench: Bench, folder: Path, config: GPT2Config) -> None:
+    """Runs the rounds of torch.distributed.checkpoint."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -217,7 +217,7 @@ def dcp(bench: Bench, folder: Path, config: GPT2Config) -> None:
         fully_shard(model, mesh=mesh)
         return model, torch.optim.AdamW(model.parameters())
 
-    model, optimizer = trained(config, engine)
+    model, optimizer = after_one_step(config, engine)
     path = folder / "dcp"
 
     def save() -> None:
@@ -273,13 +273,13 @@ def main() -> None:
     bench = Bench(comm, options.rounds)
     with torch.device("meta"):
         params = parameter_count(GPT2(config))
-    size = ours(bench, folder, config, options.stage, "torch.save" in options.engines)
+    size = bench_mpidl(bench, folder, config, options.stage, "torch.save" in options.engines)
     gc.collect()
     if "dcp" in options.engines:
         from collectives.bench.peers import start_gloo, stop_gloo
 
         start_gloo(comm)
-        dcp(bench, folder, config)
+        bench_dcp(bench, folder, config)
         stop_gloo()
     comm.barrier()
     if comm.rank:

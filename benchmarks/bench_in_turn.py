@@ -52,7 +52,7 @@ def launch(options: argparse.Namespace, orders: random.Random) -> dict[str, dict
         return found
 
 
-def number(text: str) -> int:
+def positive(text: str) -> int:
     """An argparse type: at least one."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text}; needs at least 1")
@@ -63,9 +63,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options; wrong ones end the program with status 2 and one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", default="single,ddp,zero1,zero2,zero3,all-reduce,torch-ddp,fsdp2", help="which")
-    parser.add_argument("--steps", type=number, default=8, help="counted steps of each job (8)")
-    parser.add_argument("--warmup", type=number, default=2, help="steps before them (2)")
-    parser.add_argument("--launches", type=number, default=3, help="times that each engine's job is started (3)")
+    parser.add_argument("--steps", type=positive, default=8, help="counted steps of each job (8)")
+    parser.add_argument("--warmup", type=positive, default=2, help="steps before them (2)")
+    parser.add_argument("--launches", type=positive, default=3, help="times that each engine's job is started (3)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows there, and each turn's seconds")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command that starts bench_training.py")
     options = parser.parse_args(arguments)

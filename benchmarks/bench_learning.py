@@ -153,28 +153,40 @@ def build(method: Method, model: torch.nn.Module, comm: Communicator) -> Learner
     elements = sum(p.numel() for p in model.parameters())
     in_full = 2 * (comm.size - 1) / comm.size * 4 * elements
     if (local := DILOCO.fullmatch(name)) is not None:
-        period, together = int(local[1]), first or 0
-        outer = DiLoCo(torch.optim.AdamW(parameters_of(model), **method.adam), period, comm, warmup_steps=together)
+        period, warmup_steps = int(local[1]), first or 0
+        outer = DiLoCo(torch.optim.AdamW(parameters_of(model), **method.adam), period, comm, warmup_steps=warmup_steps)
         call: Any = model
-        if together:
+        if warmup_steps:
             call = mpidl.DistributedDataParallel(model)
             call.register_comm_hook(PostLocalSGDState(comm, averager=outer.averager), post_local_sgd_hook)
-        return Learner(call, outer, lambda steps: (min(steps, together) + max(0, steps - together) // period) * in_full)
+
+        def sent_in_full(steps: int) -> float:
+            return (min(steps, warmup_steps) + max(0, steps - warmup_steps) // period) * in_full
+
+        return Learner(call, outer, sent_in_full)
     if name == "onebit":
         ddp = mpidl.DistributedDataParallel(model)
-        few = OneBitAdam(parameters_of(model), **method.adam, lr_warmup_steps=WARM_UP, error_feedback=method.feeds_back)
-        ddp.register_comm_hook(few, one_bit_hook)
-        return Learner(ddp, few, lambda steps: in_full * min(steps, few.frozen_at or steps) + few.sent_bytes)
-    compress, full, a_step = None, 0, in_full
+        one_bit = OneBitAdam(
+            parameters_of(model), **method.adam, lr_warmup_steps=WARM_UP, error_feedback=method.feeds_back
+        )
+        ddp.register_comm_hook(one_bit, one_bit_hook)
+        return Learner(
+            ddp, one_bit, lambda steps: in_full * min(steps, one_bit.frozen_at or steps) + one_bit.sent_bytes
+        )
+    compress, full_precision_steps, bytes_per_step = None, 0, in_full
     if name != "fp32":
         feedback = None if method.feeds_back else False
         compress = mpidl.Compression(name, where="everywhere", error_feedback=feedback, start_step=first)
         made, shapes = compress.compressor(), [p.shape for p in model.parameters()]
-        full = made.start_step if first is None else first
-        a_step = made.sent_bytes(elements, comm.size, True, shapes)
+        full_precision_steps = made.start_step if first is None else first
+        bytes_per_step = made.sent_bytes(elements, comm.size, True, shapes)
     ddp = mpidl.DistributedDataParallel(model, compress=compress)
     adam = torch.optim.AdamW(parameters_of(model), **method.adam)
-    return Learner(ddp, adam, lambda steps: min(steps, full) * in_full + max(steps - full, 0) * a_step)
+
+    def sent(steps: int) -> float:
+        return min(steps, full_precision_steps) * in_full + max(steps - full_precision_steps, 0) * bytes_per_step
+
+    return Learner(ddp, adam, sent)
 
 
 def train(method: str, seed: int, text: tuple[torch.Tensor, torch.Tensor, int], options: Any) -> list[dict[str, Any]]:
@@ -272,7 +284,7 @@ def kept(options: argparse.Namespace, ranks: int) -> list[dict[str, Any]]:
 
 def settings_of(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
     """The settings that all runs of a table share."""
-    names = ("data", "steps", "windows", "every")
+    names = ("data", "steps", "windows", "every", "validation")
     return {"ranks": ranks, **{name: getattr(options, name) for name in names}}
 
 
@@ -313,9 +325,9 @@ def main() -> None:
     text, points = mpidl.agree_or_exit(comm, lambda: checked(options, comm))
     tokens = tokens_of(text)
     runs = [(method, seed) for seed in range(options.seeds) for method in options.methods]
-    there = mpidl.broadcast_object(comm, {(point["method"], point["seed"]) for point in points})
+    finished_runs = mpidl.broadcast_object(comm, {(point["method"], point["seed"]) for point in points})
     for method, seed in runs:
-        if (method, seed) in there:
+        if (method, seed) in finished_runs:
             continue
         points += train(method, seed, tokens, options)
         if comm.rank == 0 and options.json:

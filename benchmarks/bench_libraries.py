@@ -85,14 +85,14 @@ def library(text: str) -> Library:
     return Library(name, path)
 
 
-def ranks(text: str) -> list[int]:
+def rank_list(text: str) -> list[int]:
     """An argparse type: numbers of ranks with commas between."""
     if not all(part.isdecimal() and int(part) > 1 for part in text.split(",")):
         raise argparse.ArgumentTypeError(f"got {text!r}; needs numbers above 1 with commas between")
     return [int(part) for part in text.split(",")]
 
 
-def operations(text: str) -> list[str]:
+def operation_list(text: str) -> list[str]:
     """An argparse type: names of operations with commas between."""
     wrong = [name for name in text.split(",") if name not in OPERATIONS]
     if wrong:
@@ -113,8 +113,8 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
         help="a library, and its environment's bin",
     )
     add("--out", type=Path, required=True, metavar="FILE", help="keeps what is measured, as JSON; may be there already")
-    add("--ranks", type=ranks, default=[2, 4], metavar="N,N", help="by default 2,4")
-    add("--ops", type=operations, default=list(OPERATIONS), metavar="NAMES", help="by default all")
+    add("--ranks", type=rank_list, default=[2, 4], metavar="N,N", help="by default 2,4")
+    add("--ops", type=operation_list, default=list(OPERATIONS), metavar="NAMES", help="by default all")
     add("-b", "--minbytes", default="1K", metavar="SIZE", help="as of collectives.bench; by default 1K")
     add("-e", "--maxbytes", default="64M", metavar="SIZE", help="by default 64M")
     add("-n", "--iters", type=int, metavar="N", help="repetitions; by default 100 to 9, fewer for larger sizes")

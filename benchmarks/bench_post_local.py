@@ -53,7 +53,7 @@ class Result:
 
 
 def network() -> nn.Module:
-    """[n, 1, 8, 8] -> [n, 10]."""
+    """Builds the network: [n, 1, 8, 8] -> [n, 10]."""
     return nn.Sequential(
         *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU()),
         *(nn.Flatten(), nn.Linear(32 * 16, 10)),
@@ -86,18 +86,20 @@ def train(method: str, seed: int, data: tuple[torch.Tensor, torch.Tensor], optio
     comm, (images, labels) = mpidl.init(), data
     torch.manual_seed(seed)
     model = network()
-    together = options.batch * (1 if method == "small" else comm.size)
-    of_epoch = options.train // together
-    steps = of_epoch * options.epochs
+    global_batch = options.batch * (1 if method == "small" else comm.size)
+    steps_per_epoch = options.train // global_batch
+    steps = steps_per_epoch * options.epochs
     called, optimizer, start = build(method, model, comm, steps, options.lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step, steps, together / options.batch))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: factor(step, steps, global_batch / options.batch)
+    )
     random, seconds = torch.Generator().manual_seed(seed), 0.0
     reductions = start
     for step in range(steps):
-        if step % of_epoch == 0:
+        if step % steps_per_epoch == 0:
             order = torch.randperm(options.train, generator=random)
-        first = step % of_epoch * together
-        own = order[first : first + together].chunk(comm.size)[comm.rank]
+        first = step % steps_per_epoch * global_batch
+        own = order[first : first + global_batch].chunk(comm.size)[comm.rank]
         begun = time.perf_counter()
         nn.functional.cross_entropy(called(images[own]), labels[own]).backward()
         optimizer.step()

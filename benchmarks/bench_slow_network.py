@@ -54,7 +54,7 @@ _BITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
 
 @dataclass(frozen=True)
 class Round:
-    """One round of a method, of the slowest rank. ms: a step, of each counted period. The others: a step."""
+    """One round of a method, on the slowest rank, per step. ms: by counted period."""
 
     ms: list[float]
     sent_mb: float
@@ -100,7 +100,7 @@ def settled_bytes(comm: Communicator) -> int:
 
 
 class NetworkTrial(Trial):
-    """A method, built; counts bytes and time in its counted steps, which are whole periods."""
+    """Trial of a method: counts bytes and time in its counted steps, which are whole periods."""
 
     def __init__(self, name: str, comm: Communicator, options: argparse.Namespace, *others: Any) -> None:
         method = method_of(name)
@@ -114,7 +114,7 @@ class NetworkTrial(Trial):
         self._losses: list[torch.Tensor] = []
 
     def step(self) -> None:
-        """One more."""
+        """Makes one step; the first counted one starts the counters."""
         if self._done == self._options.warmup:
             self._sent, self._cpu, self._idle = settled_bytes(self._comm), time.process_time(), 0.0
             self._compressing = self._engine.compressing()
@@ -129,7 +129,7 @@ class NetworkTrial(Trial):
         return self._done == self._options.warmup + self._options.steps
 
     def round(self) -> Round:
-        """Ends it, and gives what was found. Collective."""
+        """Ends the trial and returns its Round. Collective."""
         cpu = time.process_time() - self._cpu
         sent = settled_bytes(self._comm) - self._sent
         compressing = self._engine.compressing() - self._compressing

@@ -270,7 +270,7 @@ class Trial:
         self._losses: list[torch.Tensor] = []
 
     def step(self) -> None:
-        """One more; the first `--warmup` do not count, and of them memory is measured."""
+        """Makes one step; the first `--warmup` are not timed, and memory is measured in them."""
         self._comm.barrier()
         self._watch.begin()
         with self._node.watched() if self._done < self._options.warmup else contextlib.nullcontext():
@@ -361,7 +361,7 @@ def measure(
 
 
 def measure_when_called(options: argparse.Namespace, trial: Trial, comm: Communicator, about: dict[str, int]) -> Run:
-    """One round, each step of it when `bench_in_turn.py` says so, which is told of it at the end. about: told too."""
+    """Runs one round in the turns that `bench_in_turn.py` gives, then reports to it. about: more values to report."""
     with Caller(options.called, comm.size) as caller:
         for _ in range(options.warmup + options.steps):
             with caller.turn():

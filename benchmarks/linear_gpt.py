@@ -20,7 +20,7 @@ class Attention(nn.Module):
         self.o = nn.Linear(inside, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, time, width] -> the same."""
+        """Maps [batch, time, width] -> [batch, time, width]."""
         q, k, v = (layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         result: torch.Tensor = self.o(y.transpose(1, 2).flatten(2))
@@ -35,7 +35,7 @@ class FeedForward(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width // parts), nn.Linear(4 * width // parts, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, time, width] -> the same."""
+        """Maps [batch, time, width] -> [batch, time, width]."""
         result: torch.Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
         return result
 
@@ -49,7 +49,7 @@ class Block(nn.Module):
         self.norm_2, self.feed_forward = nn.LayerNorm(width), FeedForward(width, parts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, time, width] -> the same."""
+        """Maps [batch, time, width] -> [batch, time, width]."""
         x = x + self.attention(self.norm_1(x))
         x = x + self.feed_forward(self.norm_2(x))
         return x

@@ -107,11 +107,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Method:
-    """make: builds the engine around a model.
+    """Method of the benchmark. make: builds the engine around a model.
 
     sends: bytes that a node sends in a step, by formula.
     is_peer: it is torch.distributed's.
-    period: steps after which the same comes again, of which a time is the mean.
+    period: steps of one cycle; times are means over a cycle.
     warmup: steps that it needs before it is timed.
     """
 
@@ -192,7 +192,7 @@ def dion(model: GPT2, comm: Communicator) -> Engine:
 
 
 def post_local(model: GPT2, comm: Communicator) -> Engine:
-    """Each rank alone, with averaged weights at every PERIOD-th step."""
+    """Local steps on each rank, which averages the weights at every PERIOD-th step."""
     averager = PeriodicAverager(model.parameters(), comm, PERIOD)
     return plain(model, PostLocalSGDOptimizer(Adam(model.parameters(), **SETTINGS), averager))
 
@@ -207,7 +207,7 @@ def diloco(**settings: Any) -> Callable[[GPT2, Communicator], Engine]:
 
 
 def automatic(*allow: str) -> Callable[[GPT2, Communicator], Engine]:
-    """DDP, which chooses none, bf16 or a method of these by measuring."""
+    """DDP that measures and chooses among none, bf16 and these methods."""
     return ddp(compress=mpidl.Compression("auto", allow=allow))
 
 

@@ -67,12 +67,12 @@ def sum_activations(options: argparse.Namespace) -> None:
     def by_layers() -> tuple[float, Any]:
         begin = time.perf_counter()
         partial = group.summand(sizes, like)
-        taken = time.perf_counter() - begin
+        seconds_before = time.perf_counter() - begin
         partial.fill_(comm.rank + 1)
         comm.barrier()
         begin = time.perf_counter()
         y = group.all_reduce(partial)
-        return taken + time.perf_counter() - begin, y
+        return seconds_before + time.perf_counter() - begin, y
 
     def by_itself() -> tuple[float, Any]:
         bare.fill_(comm.rank + 1)

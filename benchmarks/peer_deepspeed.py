@@ -36,8 +36,7 @@ def load() -> Any:
 class DeepSpeed:
     """A model trained by ZeRO of a stage, fp32, micro_steps passes a step. Collective over torch's default group.
 
-    Args:
-        model: with equal weights on every rank; called as DeepSpeed's engine, it is the same function.
+    model: with equal weights on every rank; called as DeepSpeed's engine, it is the same function.
         optimizer: one of torch, over the model's parameters, as the other engines have. DeepSpeed's own for the CPU
             needs a compiler.
         stage: 1, 2 or 3.
@@ -62,7 +61,7 @@ class DeepSpeed:
 
     @contextlib.contextmanager
     def _own_linear(self) -> Iterator[None]:
-        """Stage 3 replaces torch's `linear` by a function of its own, for the whole process: here, for itself alone.
+        """Context in which torch's `linear` is DeepSpeed's: stage 3 replaces it, for the whole process without this.
 
         Otherwise every engine that makes its steps in turn with it would compute by that function, whose backward pass
         takes longer than torch's.

@@ -80,7 +80,7 @@ class _Layer(nn.Module):
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out], of which one is cut."""
+        """Maps [..., in] -> [..., out], of which one is cut."""
         y = self.layer(x.flatten(0, -2))[
             0
         ]  # of rows: of three dimensions, the first of size 1, it takes a slower product
@@ -97,7 +97,7 @@ class _Attention(nn.Module):
         self.qkv, self.o = _Layer(whole.q, whole.k, whole.v, column=True), _Layer(whole.o, column=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, time, width] -> the same."""
+        """Maps [batch, time, width] -> [batch, time, width]."""
         parts = self.qkv(x).chunk(3, -1)
         q, k, v = (part.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in parts)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)

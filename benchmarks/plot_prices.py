@@ -66,7 +66,7 @@ class Row:
 
 
 def sizes(low: int, high: int, factor: int) -> list[int]:
-    """low, low * factor, ... up to high."""
+    """Lists low, low * factor, ... up to high."""
     found = [low]
     while found[-1] * factor <= high:
         found.append(found[-1] * factor)
@@ -120,7 +120,7 @@ def slowest(comm: Communicator, call: Callable[[], Any], count: int) -> float:
 
 
 def shifts(ranks: int) -> Schedule:
-    """Every rank passes its data to its right neighbour, IN_A_ROW times."""
+    """Makes a schedule in which every rank sends its data to its right neighbour, IN_A_ROW times."""
 
     def rounds(rank: int) -> list[Round]:
         right, left = (rank + 1) % ranks, (rank - 1) % ranks

@@ -60,7 +60,7 @@ class Caller:
         self._line.say(ranks)
 
     def __enter__(self) -> Caller:
-        """Connected."""
+        """Returns the caller, which is connected."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,11 +109,11 @@ class Job:
             )
 
     def __enter__(self) -> Job:
-        """Started."""
+        """Returns the job, which is started."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends it."""
+        """Kills what still runs of the job and closes its sockets."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # its own session
         self._process.wait()
@@ -136,7 +136,7 @@ class Job:
             ranks = self._hear(self._ranks[-1])
 
     def turn(self) -> list[dict[str, Any]]:
-        """Has every rank make its turn, and returns their answers, in no order. Raises JobFailed."""
+        """Gives every rank a turn and returns the ranks' answers, in no order. Raises JobFailed."""
         for line in self._ranks:
             with contextlib.suppress(ConnectionError):  # as is heard below
                 line.say("turn")

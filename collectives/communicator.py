@@ -109,6 +109,22 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
         """
         return dict(self._dispatch.selection.tables)
 
+    def stats(self) -> dict[str, Any]:
+        """Describes what the group has done and holds now on this rank, as JSON values for a log. Not collective.
+
+        operations: how many were issued; a list of arrays is one, as is a compound, and messages are none.
+        allocations: how many pieces of memory shared by the node's ranks live, those of duplicates and the group's own
+            among them.
+        gpu: None before the first operation on GPU memory, then a dictionary: `transports`, "ipc", "aware" or "staged"
+            to each rank; `transport`, the one that serves all of them; `streams_wait`, whether with ipc the GPUs'
+            streams wait for each other, and not the hosts.
+        """
+        return {
+            "operations": self._issuer.issued,
+            "allocations": self._end.count_allocations(),
+            "gpu": self._dispatch.gpu_stats(),
+        }
+
     # ---- reductions -------------------------------------------------------------------------------------------
 
     @shortcut

@@ -60,6 +60,11 @@ class Pricing:
     ) -> None:
         self._layout = Layout(schedule, cluster, symmetry=symmetry, nodes=nodes)
 
+    @property
+    def followed(self) -> int:
+        """The number of ranks that are followed: all, those of a node, or one."""
+        return self._layout.followed
+
     def seconds(self, nbytes: float) -> float:
         """The predicted time for an operation whose larger buffer has `nbytes`."""
         if not nbytes >= 0:

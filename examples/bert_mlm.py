@@ -244,8 +244,9 @@ def run(mesh: mpidl.Mesh, options: argparse.Namespace, stop: mpidl.StopSignal) -
     )
     names = "data tokenizer vocab model dropout sequence_length steps lr warmup weight_decay clip dtype seed"
     settings = settings_of(options, names, sequences_a_step=tokens_per_step // options.sequence_length)
-    kept = Checkpoints(comm, options, stop, (call, optimizer, None, scaler), settings, mesh)  # >>> each rank a part
-    loaded = kept.resume(options.steps)
+    # >>> Each rank saves a part.
+    checkpoints = Checkpoints(comm, options, stop, (call, optimizer, None, scaler), settings, mesh)
+    loaded = checkpoints.resume(options.steps)
     begin = loaded.step if loaded else 0
     guard = None
     if options.on_nan != "ignore":
@@ -253,12 +254,12 @@ def run(mesh: mpidl.Mesh, options: argparse.Namespace, stop: mpidl.StopSignal) -
     steps: list[dict[str, float]] = []
     held_out: list[dict[str, float]] = []
 
-    def look(step: int) -> None:
+    def evaluate(step: int) -> None:
         seen = gaps.held_out(call)
         held_out.append({"step": step, **seen})
         say(f"step {step:5d}  held-out loss {seen['loss']:.4f}  accuracy {seen['accuracy']:.1%}", flush=True)
 
-    look(begin)
+    evaluate(begin)
     progress = Progress(comm, options.steps, tokens_per_step, begin)
     for step in range(begin + 1, options.steps + 1):
         start = time.perf_counter()
@@ -287,8 +288,8 @@ def run(mesh: mpidl.Mesh, options: argparse.Namespace, stop: mpidl.StopSignal) -
         steps.append({"step": step, "loss": loss_mean, "accuracy": accuracy, "ms": ms})
         progress.show(step, ms, f"loss {loss_mean:.4f}  accuracy {accuracy:5.1%}")
         if step == options.steps or (options.eval_every and step % options.eval_every == 0):
-            look(step)
-        kept.after(step, options.steps)  # >>> saves, and stops where a signal has come
+            evaluate(step)
+        checkpoints.after(step, options.steps)  # >>> saves, and stops where a signal has come
 
     median = statistics.median(s["ms"] for s in steps) if steps else None
     if median:

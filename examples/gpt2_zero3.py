@@ -43,7 +43,15 @@ from mpidl.models.gpt2 import GPT2, SIZES, Block, GPT2Config, parameter_count
 from mpidl.models.pretrained import load_config, load_pretrained, our_name
 from mpidl.resuming import Checkpoints, add_options, check_options, settings_of
 from mpidl.zero import Safetensors
-from optimizers import ONE_BIT, add_less_sent, check_optimizer, dion_groups, less_sent_settings, over_ddp, to_clip
+from optimizers import (
+    ONE_BIT,
+    add_less_sent,
+    check_optimizer,
+    dion_groups,
+    less_sent_settings,
+    make_optimizer_over_ddp,
+    parameters_to_clip,
+)
 
 OPTIMIZERS = {
     "adamw": torch.optim.AdamW,
@@ -228,7 +236,7 @@ def parallelise(
             settings["mesh"] = mesh  # >>> a norm is of a whole parameter, also if it is cut over tp
         # >>> DDP: gradients are averaged during backward, with fewer bytes where --compress or --optimizer says how
         wrapped = mpidl.DistributedDataParallel(model, mesh=mesh, compress=options.compress)
-        return wrapped, over_ddp(wrapped, options, optimizer_class, groups, settings), wrapped.no_sync
+        return wrapped, make_optimizer_over_ddp(wrapped, options, optimizer_class, groups, settings), wrapped.no_sync
     half = HALVES.get(options.dtype)
     precision = mpidl.Precision(half, torch.float32, [torch.nn.LayerNorm]) if half else None
     if options.offload:
@@ -386,8 +394,8 @@ def run(mesh: mpidl.Mesh, options: argparse.Namespace, stop: mpidl.StopSignal) -
     names += " optimizer freeze_step outer_every outer_warmup beta1 beta2 weight_decay clip dtype delayed_update seed"
     settings = settings_of(options, names, sequences_a_step=options.batch * options.grad_accum * mesh.size("dp"))
     # >>> Each rank saves and loads what it owns.
-    kept = Checkpoints(comm, options, stop, (call, optimizer, schedule, scaler), settings, mesh)
-    loaded = kept.resume(options.steps)
+    checkpoints = Checkpoints(comm, options, stop, (call, optimizer, schedule, scaler), settings, mesh)
+    loaded = checkpoints.resume(options.steps)
     begin = loaded.step if loaded else 0
 
     guard = None
@@ -412,7 +420,7 @@ def run(mesh: mpidl.Mesh, options: argparse.Namespace, stop: mpidl.StopSignal) -
             if options.zero:
                 norm = optimizer.clip_grad_norm_(options.clip)  # >>> over all ranks' shards and parts
             else:
-                norm = mpidl.clip_grad_norm_(to_clip(model, optimizer), options.clip, mesh=mesh)
+                norm = mpidl.clip_grad_norm_(parameters_to_clip(model, optimizer), options.clip, mesh=mesh)
         if guard is None or guard.allows(loss_sum, norm):  # >>> the same on all ranks
             scaler.step(optimizer)
         scaler.update()
@@ -429,7 +437,7 @@ def run(mesh: mpidl.Mesh, options: argparse.Namespace, stop: mpidl.StopSignal) -
         if done < options.steps and options.eval_every and done % options.eval_every == 0:
             # Before it is saved: a delayed update that an evaluation brings in is not the next step's any more.
             say(f"step {done:5d}  validation loss {evaluate():.4f}", flush=True)
-        kept.after(done, options.steps)  # >>> saves, and stops where a signal has come
+        checkpoints.after(done, options.steps)  # >>> saves, and stops where a signal has come
 
     val_loss = evaluate()
     say(f"validation loss {val_loss:.4f}", flush=True)

@@ -63,13 +63,13 @@ def check_optimizer(options: argparse.Namespace, stage: int = 0, tp: int = 1) ->
         raise UsageError(f"--zero {stage}: {asked} needs each rank's whole gradients; needs --zero 0 or 1")
     if name == "diloco" and stage:
         raise UsageError(f"--zero {stage}: {asked} trains on each rank by itself; needs --zero 0")
-    itself = name in ONE_BIT or (name in HOOKED and not stage)
-    if itself and options.compress:
+    sends_less_itself = name in ONE_BIT or (name in HOOKED and not stage)
+    if sends_less_itself and options.compress:
         raise UsageError(f"--compress {options.compress}: {asked} sends less by itself; leave it out")
     compressor = None if options.compress in (None, "auto") else mpidl.Compression(options.compress).compressor()
     if compressor is not None and compressor.momentum and getattr(options, "beta1", True):
         raise UsageError(f"--compress {options.compress}: {asked} has momentum too; needs momentum=0 in the method")
-    if itself and tp > 1:
+    if sends_less_itself and tp > 1:
         raise UsageError(f"--tp {tp}: {asked} needs ranks that hold the whole model; needs --tp 1")
     if name == "dion" and stage and options.offload:
         raise UsageError(f"--offload {options.offload}: {asked} steps on whole matrices; leave it out")
@@ -99,9 +99,9 @@ def less_sent_settings(options: argparse.Namespace, warmup: int, steps: int) -> 
 
 def dion_groups(model: torch.nn.Module, lr: float, weight_decay: float) -> list[dict[str, Any]]:
     """Groups for Dion: matrices but embeddings; those and all other parameters by AdamW's rule."""
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    by_dion = [p for p in model.parameters() if p.dim() == 2 and id(p) not in tables]
-    tables_alone = [p for p in model.parameters() if id(p) in tables]
+    embedding_ids = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    by_dion = [p for p in model.parameters() if p.dim() == 2 and id(p) not in embedding_ids]
+    tables_alone = [p for p in model.parameters() if id(p) in embedding_ids]
     others = [p for p in model.parameters() if p.dim() != 2]
     return [
         {"params": by_dion, "lr": DION_RATE * lr, "weight_decay": weight_decay / DION_RATE},
@@ -110,7 +110,7 @@ def dion_groups(model: torch.nn.Module, lr: float, weight_decay: float) -> list[
     ]
 
 
-def over_ddp(
+def make_optimizer_over_ddp(
     wrapped: mpidl.DistributedDataParallel,
     options: argparse.Namespace,
     optimizer_class: Callable[..., torch.optim.Optimizer],
@@ -138,7 +138,7 @@ def over_ddp(
     return optimizer
 
 
-def to_clip(model: torch.nn.Module, optimizer: Any) -> list[torch.nn.Parameter]:
+def parameters_to_clip(model: torch.nn.Module, optimizer: Any) -> list[torch.nn.Parameter]:
     """The parameters to clip over DDP. Of Dion's matrices each rank has gradients of its own, which must stay."""
     own = optimizer.matrices() if isinstance(optimizer, Dion) else set()
     return [p for p in model.parameters() if p not in own]

@@ -34,7 +34,7 @@ from mpidl.models.resnet import SIZES, ResNet
 from mpidl.optim import LAMB, LARS, AdamW8bit, warmup_cosine
 from mpidl.replicas.broadcast import broadcast_states
 from mpidl.resuming import Checkpoints, add_options, check_options, settings_of
-from optimizers import ONE_BIT, add_less_sent, check_optimizer, less_sent_settings, over_ddp
+from optimizers import ONE_BIT, add_less_sent, check_optimizer, less_sent_settings, make_optimizer_over_ddp
 
 LEARNING_RATES = {"sgd": 0.05, "lars": 2.0, "adamw": 2e-3, "lamb": 1e-2, "adamw8bit": 2e-3}
 LEARNING_RATES |= {"onebitadam": 2e-3, "zerooneadam": 2e-3, "onebitlamb": 1e-2, "diloco": 2e-3}
@@ -156,11 +156,11 @@ def make_optimizer(
     settings = {"lr": lr, **less_sent_settings(options, warmup, steps)}
     if options.optimizer in ONE_BIT:
         settings["betas"] = (0.9, 0.99)  # mean squares are then found steady after some hundred steps
-    return over_ddp(wrapped, options, ADAMS[options.optimizer], groups, settings)
+    return make_optimizer_over_ddp(wrapped, options, ADAMS[options.optimizer], groups, settings)
 
 
 class Training:
-    """One model on one rank: an epoch of training, and a validation. begin: steps that earlier runs have taken."""
+    """One model on one rank: an epoch of training, and a validation. steps_done: steps that earlier runs have taken."""
 
     def __init__(
         self, comm: Any, options: argparse.Namespace, train: Any, validation: Any, device: torch.device
@@ -186,8 +186,8 @@ class Training:
         self.guard = None
         if options.on_nan != "ignore":
             self.guard = mpidl.NonfiniteGuard(self.call, None, options.on_nan)
-        self.last = total
-        self.begin, self.sums = 0, np.zeros(3)  # of an epoch that is under way: loss, recognised, images
+        self.total_steps = total
+        self.steps_done, self.sums = 0, np.zeros(3)  # of an epoch that is under way: loss, recognised, images
 
     def resume(self, stop: Any) -> None:
         """Goes on from a checkpoint, if there is one, in the middle of an epoch."""
@@ -197,9 +197,9 @@ class Training:
         # >>> Each rank saves a part of the model, and the loader how far all ranks have come.
         training = (self.call, self.optimizer, self.schedule, None, self.loader)
         self.kept = Checkpoints(self.comm, self.options, stop, training, settings)
-        loaded = self.kept.resume(self.last)
+        loaded = self.kept.resume(self.total_steps)
         if loaded:
-            self.begin = loaded.step
+            self.steps_done = loaded.step
             sums = loaded.extra["sums"]
             # >>> Each rank its own; the same in all where there are other ranks now.
             if len(sums) == self.comm.size:
@@ -229,7 +229,7 @@ class Training:
         self.sampler.set_epoch(number)
         self.images.set_epoch(number)
         self.call.train()
-        for step, (x, y) in zip(range(self.begin - number * self.steps, self.steps), self.loader, strict=False):
+        for step, (x, y) in zip(range(self.steps_done - number * self.steps, self.steps), self.loader, strict=False):
             x, y = x[: self.own - step * self.batch], y[: self.own - step * self.batch]
             self.optimizer.zero_grad()
             loss_sum, correct = self.losses(self.call, x, y)
@@ -240,7 +240,7 @@ class Training:
                 self.sums += loss_sum.item(), correct, len(y)
             self.schedule.step()
             show(f"step {step + 1:4d}/{self.steps}  loss {loss_sum.item() / len(y):.4f} here")
-            self.begin += 1
+            self.steps_done += 1
             if step + 1 < self.steps:  # else after the validation, which makes rank 0's buffers the model's
                 self.keep()
         seen, self.sums = self.sums, np.zeros(3)
@@ -248,7 +248,9 @@ class Training:
 
     def keep(self) -> None:
         """Saves, and stops where a signal has come."""
-        self.kept.after(self.begin, self.last, lambda: {"sums": mpidl.all_gather_object(self.comm, self.sums.tolist())})
+        self.kept.after(
+            self.steps_done, self.total_steps, lambda: {"sums": mpidl.all_gather_object(self.comm, self.sums.tolist())}
+        )
 
     @torch.no_grad()
     def validate(self) -> tuple[float, float]:
@@ -304,15 +306,15 @@ def main() -> None:
     )
 
     training.resume(stop)
-    first = training.begin // training.steps
+    first = training.steps_done // training.steps
     epochs: list[dict[str, float]] = []
-    spoken = began = time.perf_counter()
+    last_line_at = began = time.perf_counter()
     for number in range(first, options.epochs):
 
         def show(measured: str, number: int = number) -> None:
-            nonlocal spoken
-            if not options.no_progress and time.perf_counter() - spoken > SECONDS_BETWEEN_LINES:
-                spoken = time.perf_counter()
+            nonlocal last_line_at
+            if not options.no_progress and time.perf_counter() - last_line_at > SECONDS_BETWEEN_LINES:
+                last_line_at = time.perf_counter()
                 say(f"epoch {number + 1:3d}/{options.epochs}  {measured}", flush=True)
 
         comm.barrier()
@@ -330,7 +332,7 @@ def main() -> None:
             f"loss {val_loss:.4f}  accuracy {val_accuracy:.2%}  {seconds:.2f} s  {left // 60}:{left % 60:02d} left",
             flush=True,
         )
-        spoken = time.perf_counter()
+        last_line_at = time.perf_counter()
 
     if not epochs:
         _, val_accuracy = training.validate()

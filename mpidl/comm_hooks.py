@@ -12,6 +12,7 @@ or None if the bucket itself holds it. A `collectives.Work` is such a handle, an
 reduction that the engine needs, of values that a hook has made of the gradients.
 
 A state with `needs_every_rank = True`, as that of optimizers whose steps are collective, is refused in a `join`.
+ZeroOptimizer refuses one with `leaves_gradients_local = True`, whose hook does not average all gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 from collectives import Communicator
 
-from .gradients.grad_bucket import GradBucket, Handle, Hook, average_some, completed
+from .gradients.grad_bucket import ChainedWork, GradBucket, Handle, Hook, average_some, completed
 
 __all__ = [
     "GradBucket",
@@ -54,4 +55,18 @@ def bf16_compress(process_group: Communicator | None, bucket: GradBucket) -> Han
 
 def _compressed(process_group: Communicator | None, bucket: GradBucket, dtype: torch.dtype) -> Handle:
     flat = bucket.buffer()
+    if flat.is_complex():
+        return _compressed_parts(process_group, bucket, dtype)
     return bucket.reduce(None if flat.dtype == dtype else flat.to(dtype), process_group)
+
+
+def _compressed_parts(process_group: Communicator | None, bucket: GradBucket, dtype: torch.dtype) -> Handle:
+    """The mean of complex gradients, whose real and imaginary parts are sent in this dtype."""
+    parts = torch.view_as_real(bucket.buffer())
+    wide = parts.dtype
+
+    def as_complex(means: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_complex(means.to(wide))
+
+    handle = bucket.reduce(parts.to(dtype), process_group)
+    return handle.then(as_complex) if isinstance(handle, ChainedWork) else completed(as_complex(handle.wait()))

@@ -186,6 +186,10 @@ class Dispatch:
         """Returns whether messages to and from that rank may be of GPU memory; see GpuBackend."""
         return self._gpu is not None and self._gpu.takes_device_addresses(other)
 
+    def gpu_stats(self) -> dict[str, Any] | None:
+        """The entry of `Communicator.stats`; None before the first operation on GPU memory."""
+        return None if self._gpu is None else self._gpu.stats()
+
     def close(self) -> None:
         """Gives back what the GPUs' drivers have given. Collective."""
         if self._gpu is not None:

@@ -34,7 +34,7 @@ KEPT_CALLS = 4096  # of a few hundred bytes each
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def _signature_of(array: Any) -> tuple[Any, ...] | None:
+def signature_in_python(array: Any) -> tuple[Any, ...] | None:
     """Returns the array's signature, another one for memory that all ranks of the node share."""
     seen = signature(array)
     if shared_memory.one_for_all and seen is not None and is_one_for_all(seen[0]):
@@ -42,24 +42,26 @@ def _signature_of(array: Any) -> tuple[Any, ...] | None:
     return seen
 
 
-def _from_c() -> Callable[[Any], tuple[Any, ...] | None] | None:
-    """`_signature_of` in C; None where it cannot be."""
+def signature_from_c() -> Callable[[Any], tuple[Any, ...] | None] | None:
+    """`signature_in_python` in C; None where it cannot be."""
     if compiled is None:
         return None
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    compiled.look_at(np.ndarray, buffers.PLAIN_TENSORS, exchange, _kinds(), shared_memory.one_for_all, _signature_of)
+    compiled.look_at(
+        np.ndarray, buffers.PLAIN_TENSORS, exchange, kinds(), shared_memory.one_for_all, signature_in_python
+    )
     found: Callable[[Any], tuple[Any, ...] | None] = compiled.signature
     return found
 
 
-def _kinds() -> dict[tuple[int, int], Any]:
+def kinds() -> dict[tuple[int, int], Any]:
     """The dtypes of tensors by DLPack's numbers for their kind, and their bits."""
     numbers = {"i": 0, "u": 1, "f": 2, "b": 6}
     known = [dtype for dtype in DTYPES.values() if dtype.torch is not None and dtype.kind in numbers]
     return {(4 if d.name == "bfloat16" else numbers[d.kind], 8 * d.itemsize): d.torch for d in known}
 
 
-signature_of = _from_c() or _signature_of
+signature_of = signature_from_c() or signature_in_python
 
 
 def refuse_shared(name: str, data: Buffer) -> None:

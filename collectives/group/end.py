@@ -39,6 +39,10 @@ class GroupEnd:
         """Adds a group that is to be closed with this one, and forgets those that are closed already."""
         self.duplicates = [one for one in self.duplicates if not one._refusal.closed] + [duplicate]
 
+    def count_allocations(self) -> int:
+        """Counts the pieces of memory shared by the node's ranks that live, those of duplicates too."""
+        return self.parts.dispatch.allocator.count() + sum(one.count_allocations() for one in self.duplicates)
+
     def register_drain_hook(self, task: Plain | None) -> None:
         """Registers a task to run before the last wait for what is queued here; see `draining`."""
         self._progress.drain_hook = task

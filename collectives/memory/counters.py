@@ -147,6 +147,7 @@ class Counters:
     advance(number): raises this rank's number and wakes its sleepers.
     wait_for_all(target, has_moved_on=None): True once every rank's number is at least `target`; False if
         `has_moved_on(rank)` says that one's never will be.
+    others: for each other rank, the next one first, where its number is and the byte that says that this rank sleeps.
     in_c: `native.Numbers`, whose methods these two are; None where there is no C.
     """
 
@@ -168,17 +169,17 @@ class Counters:
         width = _padded(ranks)
         asleep = memoryview(memory)[sleepers + rank * width :][:width].cast("q")
         wake = partial(_wake, base + places[rank])
-        self._others = [
+        self.others = [
             _Other(other, numbers[other], base + places[other], sleepers + other * width + rank)
             for other in ((rank + step) % ranks for step in range(1, ranks))
         ]
-        waiting = _Waiting(memory, self._others, *polls)
+        waiting = _Waiting(memory, self.others, *polls)
         self.in_c: Any = None
         if compiled is None:
             self.advance, self.wait_for_all = _advancing(numbers[rank], asleep, wake), waiting.for_all
             return
         polls = polls if oversubscribed else (_LOOKS_IN_C, _YIELDS_IN_C)
-        others = tuple(other.number for other in self._others)
+        others = tuple(other.number for other in self.others)
         self.in_c = compiled.Numbers(numbers[rank], others, asleep, wake, *polls, waiting.for_all)
         self.advance, self.wait_for_all = self.in_c.advance, self.in_c.wait_for_all
 

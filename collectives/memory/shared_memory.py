@@ -159,6 +159,10 @@ class Allocator:
             raise OperationError("the node has run out of shared memory")
         return memory
 
+    def count(self) -> int:
+        """Counts the allocations that live."""
+        return sum(memory() is not None for _, memory in self._live)
+
     def find(self, address: int, nbytes: int) -> tuple[SharedMemory, int] | None:
         """The allocation in whose part of this rank the bytes lie, and their place in that part."""
         live = self._live

@@ -24,7 +24,8 @@ from types import ModuleType
 VERSION = 4  # of module.c; a module that was compiled from other sources than these is not used
 
 
-def _load() -> ModuleType | None:
+def load() -> ModuleType | None:
+    """Imports the part in C; None where there is none, or where it is turned off."""
     if os.environ.get("MPIDL_NATIVE", "1") == "0":
         return None
     try:
@@ -34,7 +35,7 @@ def _load() -> ModuleType | None:
     return module if module.VERSION == VERSION else None
 
 
-compiled = _load()
+compiled = load()
 
 
 def is_compiled() -> bool:

@@ -64,7 +64,7 @@ PyObject *look_at(PyObject *module, PyObject *arguments)
     if (name_is_neg == NULL)
         name_is_neg = PyUnicode_InternFromString("is_neg");
     if (one_for_all_said == NULL)
-        one_for_all_said = PyUnicode_InternFromString("one for all"); /* as in group/calls.py:_signature_of */
+        one_for_all_said = PyUnicode_InternFromString("one for all"); /* as in group/calls.py:signature_in_python */
     Py_RETURN_NONE;
 }
 

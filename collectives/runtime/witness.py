@@ -90,20 +90,22 @@ class Witness:
     """The other side: keeps the pages of one job, by its token. To `look` now and then, and once after its end.
 
     processes: node and process number of each rank, as far as messages have told them; kept.
+    pages: of the groups; the first is of the world.
+    inbox: where messages come; None where there can be none.
     """
 
     def __init__(self, token: str) -> None:
         self.processes: dict[int, tuple[str, int]] = {}
-        self._pages: list[_Page] = []
-        self._inbox = Inbox(_name(token)) if has_inboxes() else None
+        self.pages: list[_Page] = []
+        self.inbox = Inbox(_name(token)) if has_inboxes() else None
 
     def look(self) -> None:
         """Takes what has been sent, and ignores what is malformed."""
-        for received in self._inbox.receive() if self._inbox is not None else ():
+        for received in self.inbox.receive() if self.inbox is not None else ():
             if not self._take(received) and received.file is not None:
                 os.close(received.file)
-            if len(self._pages) > KEPT_PAGES:
-                os.close(self._pages.pop(1).file)  # the first is of the world
+            if len(self.pages) > KEPT_PAGES:
+                os.close(self.pages.pop(1).file)  # the first is of the world
 
     def _take(self, received: Received) -> bool:
         """Takes one message; returns whether it keeps the file."""
@@ -118,20 +120,20 @@ class Witness:
             return False
         page = _page(message, received.file)
         if page is not None:
-            self._pages.append(page)
+            self.pages.append(page)
         return page is not None
 
     def groups(self) -> list[dict[int, Position]]:
         """The positions of this node's ranks, or their last ones: of each group, by their numbers in the world."""
-        return [group for page in self._pages if (group := page.positions())]
+        return [group for page in self.pages if (group := page.positions())]
 
     def close(self) -> None:
         """Closes the inbox and all pages."""
-        if self._inbox is not None:
-            self._inbox.close()
-        for page in self._pages:
+        if self.inbox is not None:
+            self.inbox.close()
+        for page in self.pages:
             os.close(page.file)
-        self._pages.clear()
+        self.pages.clear()
 
 
 def _processes(message: Mapping[str, Any]) -> dict[int, tuple[str, int]]:

@@ -54,6 +54,7 @@ python -m mpidl.launch --max-restarts 20 --checkpoint "$RUN" \
     python examples/gpt2_zero3.py --model gpt2-xl --data my.txt --steps 100000 \
     --checkpoint-dir "$RUN" --save-every 200 --on-nan skip --check-replicas 500 &
 launcher=$!
+[ -z "$asked" ] || kill -USR1 "$launcher" # the signal came before the number of the launcher was known
 
 # `wait` returns early when a signal comes, and is then to be called again.
 wait "$launcher"

@@ -15,8 +15,8 @@ Names of tensors:
                                           differ between the ranks for a while (post-local SGD, no_sync), with their
                                           states
 
-Of a model that lies over a mesh, a rank writes what `joining` assigns to it of its part's cuts. Each part describes the
-states of the parameters for which it speaks; `joined` puts these descriptions together.
+Of a model that lies over a mesh, a rank writes what `joining` assigns to it of its part's cuts. Each parameter's
+states are described by one part; `joined` puts the parts' descriptions together.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ..errors import ConfigurationError
 from ..mesh.placement import Cut
 from ..models.published import published_files
 from ..optim.elementwise_state import elementwise, is_slice, saved_state
+from ..replicas.checksums import checksum as replicas_checksum
 from . import compression_state, cuts, json_encoding, random_states
 from .engine import Engine
 from .held_tensor import HeldTensor, Share
@@ -102,6 +103,9 @@ class Collected:
     own: JSON of this rank.
     shared: tensors that every rank holds and of which each writes a part.
     copied: what other parts may hold too.
+    buffers: those of `copied` that are buffers.
+    first: tensors that the first part writes for all.
+    extra_states: of this part's modules, as JSON and its tensors by name.
     uncut: a state of the optimizer that cannot be cut as its parameter is.
     """
 
@@ -110,6 +114,9 @@ class Collected:
     own: dict[str, Any]
     shared: dict[str, torch.Tensor]
     copied: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    first: dict[str, torch.Tensor]
+    extra_states: dict[str, tuple[Any, dict[str, torch.Tensor]]]
     uncut: str | None
 
 
@@ -132,6 +139,7 @@ def collect(
     pieces: list[Piece] = []
     shared: dict[str, torch.Tensor] = {}
     copied: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
     own_prefix = rank_name(engine.part.rank)
 
     def add(name: str, held: HeldTensor, values: torch.Tensor, per_rank: bool) -> None:
@@ -142,7 +150,7 @@ def collect(
             shared[name] = values
         other = engine.copied(held, alone)
         if other is not None:
-            copied[f"{name}{other}"] = values
+            (buffers if held.key is None else copied)[f"{name}{other}"] = values
         for number, share in enumerate(held.own if alone else held.writes):
             place = share.cut, values.dtype, share.start, share.stop
             pieces.append(Piece(name, *place, partial(part, held, share, values), number))
@@ -183,11 +191,16 @@ def collect(
     mine: dict[str, torch.Tensor] = {}  # of this rank alone
     own: dict[str, Any] = {}
     first: dict[str, torch.Tensor] = {}  # equal on every rank, and written by the first
-    about["model"]["extra_state"] = {
-        name: json_encoding.encode(module.get_extra_state(), f"model/{name}", spoken)
-        for name, module in engine.extra_states.items()
-        if engine.join.speakers[name] == engine.join.number
-    }
+    of_extra: dict[str, torch.Tensor] = {}  # the first rank's
+    extra_states: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
+    for name, module in engine.extra_states.items():
+        inside: dict[str, torch.Tensor] = {}
+        extra_states[name] = json_encoding.encode(module.get_extra_state(), f"model/{name}", inside), inside
+    about["model"]["extra_state"] = {}
+    for name, (state, inside) in extra_states.items():
+        if engine.join.speakers[name] == engine.join.number:
+            about["model"]["extra_state"][name] = state
+            spoken |= inside
     uncut = None
     if engine.optimizer is not None:
         about["optimizer"], uncut = _optimizer(engine, add, spoken, first)
@@ -216,9 +229,9 @@ def collect(
                 about[f"{name}_class"] = type(stateful[name]).__name__
     if engine.averager is not None:
         about["averager"] = json_encoding.encode(state_of_averager, "averager", first)
-    about["extra"] = json_encoding.encode(extra, "extra", first)
+    about["extra"] = json_encoding.encode(extra, "extra", of_extra)
     if engine.comm.rank == 0:
-        kept = {**spoken, **(first if engine.join.number == 0 else {})}
+        kept = {**spoken, **({**first, **of_extra} if engine.join.number == 0 else {})}
         pieces += [_whole(name, values) for name, values in kept.items()]
     if random:
         own["random"] = json_encoding.encode(random_states.capture(), f"{own_prefix}/random", mine)
@@ -227,15 +240,36 @@ def collect(
     pieces += [_whole(name, values) for name, values in mine.items()]
     for piece in pieces:
         code_of(piece.dtype, piece.name)  # before anything is written
-    return Collected(pieces, about, own, shared, copied, uncut)
+    return Collected(pieces, about, own, shared, copied, buffers, first, extra_states, uncut)
 
 
 def _whole(name: str, values: torch.Tensor) -> Piece:
     return Piece(name, cuts.whole(tuple(values.shape)), values.dtype, 0, values.numel(), lambda: values)
 
 
-def common_states(about: Mapping[str, Any]) -> dict[str, str]:
-    """Returns checksums of what only one of joined parts writes, and which so has to be the same in all of them."""
+def common_states(found: Collected, speaks: bool, buffers: bool) -> dict[str, str]:
+    """Returns checksums of what only one of joined parts writes, and which so has to be the same in all that have it.
+
+    speaks: this rank is the first of its part, whose tensors and extra states are kept.
+    buffers: compare them too.
+    """
+    sums = _sums_of_json(found.about)
+    if speaks:
+        sums |= {f"tensor {name}": _sum(values) for name, values in found.first.items()}
+        for name, (state, inside) in found.extra_states.items():
+            tensors = [_sum(values) for values in inside.values()]
+            sums[f"extra state {name}"] = checksum(json.dumps([state, tensors], sort_keys=True).encode())
+    if buffers:
+        sums |= {f"buffer {name.replace('model/', '', 1)}": _sum(values) for name, values in found.buffers.items()}
+    return sums
+
+
+def _sum(values: torch.Tensor) -> str:
+    return replicas_checksum(values).hex()
+
+
+def _sums_of_json(about: Mapping[str, Any]) -> dict[str, str]:
+    """Returns checksums of the states that stand in the index."""
     found = {name: about.get(name) for name in (*_STATEFUL, "averager")}
     found["compression"] = compression_state.common(about)
     optimizer = about.get("optimizer", {"class": None, "groups": ()})

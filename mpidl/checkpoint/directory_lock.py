@@ -6,6 +6,9 @@
 Two jobs in one directory would remove each other's older checkpoints, and what the other is writing. The lock is one of
 `flock` on DIR/.lock, whose text names its holder. The job removes the file when it ends; one that was killed leaves
 it behind unlocked. Reading needs no lock.
+
+Threads of the program take and release locks, those that write in the background none; `_HELD_LOCK` guards the table,
+and no other lock is taken inside.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ _PAUSE = 0.05  # seconds between two attempts
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
 _SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _HELD: dict[Path, int | None] = {}  # by this process: the lock file's descriptor; None where there are no locks
-_ONE_AT_A_TIME = threading.Lock()
+_HELD_LOCK = threading.Lock()
 
 
 def hold(folder: Path) -> None:
@@ -38,7 +41,7 @@ def hold(folder: Path) -> None:
     A file system that knows no locks is warned of, once, and taken.
     """
     path = folder.resolve() / NAME
-    with _ONE_AT_A_TIME:
+    with _HELD_LOCK:
         if path in _HELD:
             descriptor = _HELD[path]
             if descriptor is None or _stands(path, descriptor):
@@ -50,7 +53,7 @@ def hold(folder: Path) -> None:
 
 def release(folder: Path | None = None) -> None:
     """Releases the lock of a directory, or all that this process holds."""
-    with _ONE_AT_A_TIME:
+    with _HELD_LOCK:
         for path in [*_HELD] if folder is None else [folder.resolve() / NAME]:
             descriptor = _HELD.pop(path, None)
             if descriptor is not None:

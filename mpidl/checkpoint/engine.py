@@ -24,10 +24,10 @@ from collectives import Communicator
 from ..ddp.plain_model import plain_model
 from ..errors import CheckpointError, ConfigurationError
 from ..gradients.compression.hook import CompressedReduction
-from ..job.agreement import together
+from ..job.agreement import run_everywhere
 from ..job.objects import all_gather_object
 from ..mesh import Mesh
-from ..mesh.groups import checked, data_group, refuse_part
+from ..mesh.groups import checked_mesh, data_group, refuse_part
 from ..mesh.placement import Cut, placement
 from ..optim.one_bit import OneBitOptimizer
 from ..optim.post_local import PostLocalSGDOptimizer
@@ -113,9 +113,9 @@ class Engine:
         """Finds out how the parts of the model join to the whole one, and returns the engine. Collective."""
         sizes = dict(zip(self.part.sizes, self.part.coordinates, strict=True))
         if not sizes:
-            self._hold(together(self.whole, lambda: join([self._content(sizes, self._declared)], 0)))
+            self._hold(run_everywhere(self.whole, lambda: join([self._content(sizes, self._declared)], 0)))
             return self
-        content = together(self.whole, lambda: self._content(sizes, self._declared))
+        content = run_everywhere(self.whole, lambda: self._content(sizes, self._declared))
         everyone = all_gather_object(self.whole, (self.part.number, content if self.comm.rank == 0 else None))
         by_number = {number: one for number, one in everyone if one is not None}
         self.part = replace(self.part, joined=True)
@@ -123,7 +123,7 @@ class Engine:
         return self
 
     def hold_separately(self, reason: str | None = None) -> None:
-        """Takes the part of the model that this rank trains for a whole model by itself. reason: of the save."""
+        """Treats this rank's part as a model of its own. reason: why the parts do not join, for the index."""
         reason = reason or self.join.reason
         self.part = replace(self.part, joined=False)
         self._hold(join([self._content({}, _as_whole)], 0))
@@ -237,10 +237,11 @@ class Engine:
     def copied(self, held: HeldTensor, per_rank: bool) -> str | None:
         """Names the elements that this rank has to compare with those of other parts; None if no other holds them.
 
-        Of replicas, which are compared with each other, the first does.
+        Of equal replicas only the first rank compares; the replicas are compared with each other elsewhere.
         """
         same = self.join.parts_with_same(held.name)
-        if len(same) < 2 or held.key is None or not (self.owned is not None or per_rank or self.comm.rank == 0):
+        slices = self.owned is not None and held.key is not None
+        if len(same) < 2 or not (slices or per_rank or self.comm.rank == 0):
             return None
         of = "" if len(same) == len(self.join.contents) else f" of parts {', '.join(map(str, same))}"
         complete = held.stop - held.start == cuts.count(held.cut)
@@ -273,7 +274,7 @@ class Engine:
         """
 
         def compare(comm: Communicator, tensors: Mapping[str, torch.Tensor], partly: bool) -> None:
-            sums = together(comm, lambda: {name: checksum(values) for name, values in tensors.items()})
+            sums = run_everywhere(comm, lambda: {name: checksum(values) for name, values in tensors.items()})
             found = difference(comm, sums, partly)
             if found is not None:
                 raise CheckpointError(f"{what}: the ranks' replicas differ, of which each writes a part: {found}")
@@ -374,10 +375,10 @@ def engine_of(
     needed: what to give instead of a group that has a part of the model alone.
     replaces: as of `Engine`.
     """
-    mesh = checked("checkpoint", process_group, mesh)
+    mesh = checked_mesh("checkpoint", process_group, mesh)
     if mesh is None:
         return Engine(model, optimizer, process_group, needed=needed, replaces=replaces).join_parts()
-    return together(mesh.comm, lambda: Engine(model, optimizer, None, mesh, replaces=replaces)).join_parts()
+    return run_everywhere(mesh.comm, lambda: Engine(model, optimizer, None, mesh, replaces=replaces)).join_parts()
 
 
 def _zero_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> ZeroOptimizer | None:

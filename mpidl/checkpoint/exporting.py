@@ -6,6 +6,9 @@
 
 The files are those of Hugging Face's transformers; its index names the file of each tensor where there are several.
 Runs of a cut weight are written one by one to where they lie in the whole.
+
+Who runs what: `_create` and `_finish` run on rank 0, `_write` on every rank, each inside `on_rank_0` or
+`run_everywhere`, so a rank that fails makes all raise; files that are not finished are then removed by rank 0.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import torch
 from collectives import Communicator
 
 from ..errors import CheckpointError, ConfigurationError
-from ..job.agreement import on_rank_0, together
+from ..job.agreement import on_rank_0, run_everywhere
 from ..job.ending import TEMP_PATHS
 from ..mesh import Mesh
 from ..models.published import CONFIG, FILES, GENERATION, published_files, same_model, with_dtype
@@ -81,10 +84,11 @@ def export_safetensors(
 
     model: as for `save`.
     max_shard_size: of a file, in bytes or as "5GB"; a larger tensor has a file of its own.
-    dtype: to which floating tensors are converted; None: fp32 where there are fp32 masters, else as they are. A model
-        of transformers, and a GPT-2 or BERT of mpidl.models, gets its config.json and generation_config.json too:
-        transformers' `from_pretrained(path)` opens it.
+    dtype: to which floating tensors are converted; None: fp32 where there are fp32 masters, else as they are.
     mesh: where the model lies over pp, tp or ep of one, as for `save`; the files are those of one process.
+
+    A model of transformers, and a GPT-2 or BERT of mpidl.models, gets its config.json and generation_config.json too:
+    transformers' `from_pretrained(path)` opens it.
 
     Raises CheckpointError on every rank for what cannot be written, and beforehand for weights or settings there
     that are not of an earlier export of this model. An earlier export's files stay until all new ones are on the disk;
@@ -92,7 +96,7 @@ def export_safetensors(
     """
     engine = engine_of(model, optimizer, process_group, mesh, needed="mesh=, so that all of it is exported")
     wait(model)
-    into = together(engine.whole, lambda: folder.path_of(path))
+    into = run_everywhere(engine.whole, lambda: folder.path_of(path))
     if engine.join.reason is not None:
         raise ConfigurationError(f"export_safetensors: the parts of the model do not join: {engine.join.reason}")
     if engine.weights_per_rank and engine.comm.size > 1:
@@ -100,7 +104,7 @@ def export_safetensors(
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigurationError(f"dtype: got {dtype}; needs a floating dtype")
     limit = byte_count(max_shard_size)
-    published = together(engine.whole, lambda: published_files(engine.model))
+    published = run_everywhere(engine.whole, lambda: published_files(engine.model))
     all_held = [*engine.parameters, *engine.buffers]
     shared = {held.name: held.values for held in all_held if held.shared}
     labels = {held: engine.copied(held, held.per_rank) for held in engine.parameters}
@@ -205,7 +209,7 @@ def _export(
     floating = next((dtype for _, dtype, _ in tensors if dtype.is_floating_point), torch.float32)
     settings = {name: with_dtype(text, floating) if name == CONFIG else text for name, text in published.items()}
     first = (lambda action: on_rank_0(comm, action)) if comm is not None else _alone
-    all_ = (lambda action: together(comm, action)) if comm is not None else _alone
+    all_ = (lambda action: run_everywhere(comm, action)) if comm is not None else _alone
     former = first(lambda: _former(path, shapes, published))
     unfinished = {_temporary(path, file) for file in files}
     TEMP_PATHS.update(unfinished)

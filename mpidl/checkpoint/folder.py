@@ -13,6 +13,9 @@ one gets a second name first, by hard links, so that `latest` names a complete c
 
 All names step-N.tmp, .old and .gone belong to saving; what this process still writes in the background for another
 model is left alone.
+
+The program's thread begins checkpoints and threads of `writing` commit them; `_NAMES_LOCK` lets one at a time change
+the names of a directory. Inside it `_HELD_LOCK` of `directory_lock` may be taken, never the other way round.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from .tensorfile import naming
 LATEST = "latest"
 _LONGEST_NAME = 4096  # bytes
 _NAME = re.compile(r"step-(\d{8,})(?:\.(tmp|old))?")
-_ONE_AT_A_TIME = threading.Lock()  # to change a directory's names: several saves may be under way
+_NAMES_LOCK = threading.Lock()  # to change a directory's names: several saves may be under way
 _LEFT = re.compile(r"step-\d{8,}(\.(tmp|old))?(\.gone)?")
 
 
@@ -94,7 +97,7 @@ def begin(folder: Path, step: int, inside: Collection[str] = ()) -> Path:
     inside: names of the empty directories.
     """
     make(folder)
-    with _ONE_AT_A_TIME:
+    with _NAMES_LOCK:
         directory_lock.hold(folder)
         clean(folder)
     temporary = folder / f"{name_of(step)}.tmp"
@@ -146,7 +149,7 @@ def commit(temporary: Path, content: Index, keep_last: int | None) -> Path:
 
     Its index is written, everything synced, then it gets its name, then `latest` names it.
     """
-    with _ONE_AT_A_TIME:
+    with _NAMES_LOCK:
         return _commit(temporary, content, keep_last)
 
 

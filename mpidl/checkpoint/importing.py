@@ -15,7 +15,7 @@ import torch
 from collectives import Communicator
 
 from ..errors import CheckpointError, ConfigurationError
-from ..job.agreement import together
+from ..job.agreement import run_everywhere
 from ..mesh import Mesh
 from ..models.published import published_names
 from ..weight_files import INDEX, SINGLE, names_in
@@ -41,8 +41,9 @@ def import_safetensors(
 
     rename: the model's name for a tensor of the files, or None to pass it over; by default as published weights of
         GPT-2 and BERT need it.
-    mesh: where the model lies over pp, tp or ep of one, as for `load`. Dtypes are converted; masters take the values
-        unrounded.
+    mesh: where the model lies over pp, tp or ep of one, as for `load`.
+
+    Converts dtypes; masters take the values unrounded.
 
     Raises CheckpointError, on every rank, for weights that are missing or do not fit, and then has changed nothing.
     """
@@ -53,10 +54,10 @@ def import_safetensors(
     if engine.join.reason is not None:
         raise ConfigurationError(f"import_safetensors: the parts of the model do not join: {engine.join.reason}")
     names = rename or published_names(engine.model)
-    with Reader(together(comm, lambda: _published(folder.path_of(path), engine, names))) as reader:
-        made = together(comm, lambda: plan(engine, reader.index))
+    with Reader(run_everywhere(comm, lambda: _published(folder.path_of(path), engine, names))) as reader:
+        made = run_everywhere(comm, lambda: plan(engine, reader.index))
         with engine.writing():
-            together(comm, lambda: reader.fill(made.requests, engine.forget))
+            run_everywhere(comm, lambda: reader.fill(made.requests, engine.forget))
 
 
 def _files_of(file: Path) -> list[str]:

@@ -73,7 +73,7 @@ class Join:
     number: this rank's.
     reason: why they do not join; None if they do.
     owned: by name and part.
-    speakers: the part that writes the small states of a name.
+    speakers: by parameter name, the number of the part that writes its small states.
     turns: counts small tensors.
     """
 

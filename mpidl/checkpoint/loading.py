@@ -1,7 +1,7 @@
 """Loads a checkpoint: all ranks check everything, then each reads what it holds.
 
-index -> names, shapes, files -> checksums, each rank a share -> do all agree? -> read into memory -> small states
-         nothing in memory has changed up to here ---------------'
+index -> names, shapes, files -> checksums, each rank a share -> do all agree? -> scheduler, scaler, sampler -> tensors
+         nothing in memory has changed up to here ---------------'   -> optimizer, gradients -> random states
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from collectives import Communicator
 
 from ..errors import CheckpointError, CheckpointMismatch
-from ..job.agreement import on_rank_0, together
+from ..job.agreement import on_rank_0, run_everywhere
 from ..mesh import Mesh
 from ..replicas.start_check import check_settings_agree
 from . import cuts, folder, index, json_encoding, parts, stateful_checks
@@ -90,24 +90,24 @@ def load(
     stateful = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
     stateful = {name: each for name, each in stateful.items() if each is not None}
     with Reader(content) as reader:
-        made = together(comm, lambda: _prepare(engine, reader, stateful, random_states, verify))
-        extra, random = together(comm, lambda: _read_small(engine, reader, random_states))
+        made = run_everywhere(comm, lambda: _prepare(engine, reader, stateful, random_states, verify))
+        extra, random = run_everywhere(comm, lambda: _read_small(engine, reader, random_states))
         _load_stateful(engine, reader, stateful)
         try:
             with engine.writing(made.unpublished):
-                together(comm, lambda: reader.fill(made.requests, engine.forget))
-            together(comm, lambda: made.install(engine, reader.tensor))
+                run_everywhere(comm, lambda: reader.fill(made.requests, engine.forget))
+            run_everywhere(comm, lambda: made.install(engine, reader.tensor))
             factor = _scale_factor(content, scaler)
-            together(comm, lambda: _finish(engine, reader, made, random, factor))
-            together(comm, lambda: made.compression.install(engine, reader.tensor, factor))
+            run_everywhere(comm, lambda: _finish(engine, reader, made, random, factor))
+            run_everywhere(comm, lambda: made.compression.install(engine, reader.tensor, factor))
             if engine.compressed is not None:
                 engine.compressed.place_remainders()
         except CheckpointError as error:  # of a file that could be read when it was checked
-            raise CheckpointError(f"{error}; a part of it is loaded: load all of one before going on") from error
+            raise CheckpointError(f"{error}; only a part is loaded: load a checkpoint that is whole") from error
     if comm.rank == 0:
         anew = "scaler" in stateful and stateful_checks.starts_anew(scaler, content.about["scaler"])
         off = ["the scaler was saved while it was not enabled; the one here keeps its own scale"] if anew else []
-        for said in [*made.compression.said, *off]:
+        for said in [*made.compression.said, *_hook_said(engine, content), *off]:
             warnings.warn(f"checkpoint.load: {content.file}: {said}", RuntimeWarning, stacklevel=2)
     about = opened.about
     return Loaded(opened.path, about["step"], about["micro_step"], extra, about["ranks"], about["engine"])
@@ -128,7 +128,7 @@ def open_checkpoint(comm: Communicator, path: str | Path) -> Index:
         return found or given, text
 
     chosen, text = on_rank_0(comm, choose)
-    return together(comm, lambda: read[0] if read else index.parse(chosen, text))
+    return run_everywhere(comm, lambda: read[0] if read else index.parse(chosen, text))
 
 
 def own_content(engine: Engine, content: Index) -> Index:
@@ -213,7 +213,7 @@ def _load_stateful(engine: Engine, reader: Reader, stateful: Mapping[str, Any]) 
     all_ = {**stateful}
     if engine.averager is not None and "averager" in about:
         all_["averager"] = engine.averager
-    states = together(engine.whole, there)
+    states = run_everywhere(engine.whole, there)
 
     def take() -> None:
         for name, (saved, before, load_into) in states.items():
@@ -226,7 +226,7 @@ def _load_stateful(engine: Engine, reader: Reader, stateful: Mapping[str, Any]) 
                 raise CheckpointMismatch(f"{reader.index.file}: the {name}: {said}") from error
 
     try:
-        together(engine.whole, take)
+        run_everywhere(engine.whole, take)
     except CheckpointError:
         for name, (_, before, load_into) in states.items():
             if before or name not in all_:
@@ -262,6 +262,18 @@ def _finish(engine: Engine, reader: Reader, made: ReadPlan, random: Any, factor:
             randoms.restore(random)
         else:
             randoms.derive(random, rank)
+
+
+def _hook_said(engine: Engine, content: Index) -> list[str]:
+    """Explains what of a communication hook's state does not come back, in training that goes on."""
+    saved, here = any("hook" in own for own in content.about["own"]), engine.hook_state() is not None
+    if saved and here and not same_parts(engine, content):
+        return ["holds the state of a communication hook, which is dropped, as pp, tp or ep is another here"]
+    if engine.optimizer is None or saved == here:
+        return []
+    if saved:
+        return ["holds the state of a communication hook, which is dropped, as no hook with one is registered here"]
+    return ["was saved without the state of a communication hook; the hook here keeps its own"]
 
 
 def _scale_factor(content: Index, scaler: Any) -> float:

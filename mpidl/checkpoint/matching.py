@@ -318,8 +318,8 @@ def _match_unpublished(engine: Engine, index: Index, made: ReadPlan) -> None:
 def _groups_differ(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> str:
     was, now = ({name for names in groups for name in names} for groups in (saved, own))
     if was == now:
-        return f"its parameters are in {len(saved)} groups, otherwise than in the {len(own)} here"
-    told = [("trained here alone", sorted(now - was)), ("trained there alone", sorted(was - now))]
+        return f"its parameters are in {len(saved)} groups there and in {len(own)} here"
+    told = [("trained only here", sorted(now - was)), ("trained only when it was saved", sorted(was - now))]
     return "other parameters were trained; " + "; ".join(
         f"{what}: {listed(names, _LISTED)}" for what, names in told if names
     )
@@ -346,7 +346,7 @@ def _gradients(engine: Engine, index: Index, made: ReadPlan) -> None:
 
 
 def _compression(engine: Engine, index: Index, made: ReadPlan) -> None:
-    """Plans the mean remainders, which every rank reads whole, and the compressor's states."""
+    """Plans the mean remainders, of which each rank reads its part, and the compressor's states."""
     found = made.compression = compression_state.plan(engine, index)
     for name, target in found.targets.items():
         held = found.held[name]

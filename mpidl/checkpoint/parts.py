@@ -20,7 +20,7 @@ import torch
 from collectives import Communicator
 
 from ..errors import CheckpointError, CheckpointMismatch, ConfigurationError
-from ..job.agreement import on_rank_0, together
+from ..job.agreement import on_rank_0, run_everywhere
 from ..mesh.groups import DATA
 from ..mesh.layout import MODEL_AXES
 from ..mesh.mesh import Mesh
@@ -79,7 +79,7 @@ class ModelPart:
 
         What it raises in one part is an error on every rank of all.
         """
-        return together(self.whole, action) if self.sizes else action()
+        return run_everywhere(self.whole, action) if self.sizes else action()
 
 
 def group_of(mesh: Mesh, model: torch.nn.Module) -> Communicator:
@@ -163,7 +163,7 @@ def own_content(part: ModelPart, content: Index) -> Index:
     if not part.sizes:
         return content
     text = part.everywhere(lambda: on_rank_0(part.comm, lambda: index.read_text(content.path / part.name)))
-    return together(part.whole, lambda: _part_in(content, part.name, text))
+    return run_everywhere(part.whole, lambda: _part_in(content, part.name, text))
 
 
 def refuse_parts(content: Index, what: str) -> None:

@@ -1,4 +1,10 @@
-"""Saves a checkpoint: all ranks agree on what is written before any of them writes."""
+"""Saves a checkpoint: all ranks agree on what is written before any of them writes.
+
+Who runs what: the caller's thread runs all collectives, in this order on every rank: agree on the arguments, collect
+the content, compare replicas, copy (in the background alone), make the directory, write. Each step runs inside
+`run_everywhere` or `on_rank_0`: a failure on one rank raises on all before the next collective. Background writing is
+without MPI (`writing`).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +23,7 @@ from collectives import Communicator
 
 from ..ddp.plain_model import plain_model
 from ..errors import CheckpointError, ConfigurationError
-from ..job.agreement import on_rank_0, together
+from ..job.agreement import on_rank_0, run_everywhere
 from ..job.ending import JOB_FILES
 from ..job.objects import all_gather_object
 from ..job.runtime import default_communicator
@@ -69,7 +75,7 @@ def save(
     random_states: of python, numpy and torch, each rank's.
     file_bytes: about the size from which on a rank begins another file.
     compare: first read all of what every rank holds and each writes a part of, parameters and optimizer states of plain
-        models and DDP, and see that the ranks hold the same.
+        models and DDP, and see that the ranks hold the same; and the buffers that several parts of a mesh hold.
     process_group: of a plain model; DDP and ZeRO have their own. Under post-local SGD and DiLoCo all ranks whose
         weights belong together: by default the averager's or DDP's, if one has the ranks of both, or else the world.
     mesh: where the model lies in parts over pp, tp or ep of one, whose ranks all call: each part is kept with its own
@@ -82,7 +88,7 @@ def save(
     engine = engine_of(model, optimizer, process_group, mesh)
     comm = engine.whole
     wait(model)
-    into, step, micro_step, keep_last, file_bytes = together(
+    into, step, micro_step, keep_last, file_bytes = run_everywhere(
         comm, lambda: _checked(path, step, micro_step, keep_last, file_bytes)
     )
     settings: dict[str, Any] = {"path": str(path), "step": step, "micro_step": micro_step, "keep_last": keep_last}
@@ -103,18 +109,18 @@ def save(
 
     def collected() -> Collected:
         states = random_states, compressed
-        return together(comm, lambda: collect(engine, stateful, step, micro_step, gradients, extra, *states))
+        return run_everywhere(comm, lambda: collect(engine, stateful, step, micro_step, gradients, extra, *states))
 
     if engine.part.joined and engine.join.reason is not None:
         engine.hold_separately()
     found = collected()
-    reason = _differing(engine, found) if engine.part.joined else None
+    reason = _differing(engine, found, compare) if engine.part.joined else None
     if reason is not None:
         engine.hold_separately(reason)
         found = collected()
     if compare:
         engine.check_replicas(f"{folder.name_of(step)} was not saved", found.shared, found.copied)
-    pieces = together(comm, lambda: _copies(found.pieces, step)) if background else found.pieces
+    pieces = run_everywhere(comm, lambda: _copies(found.pieces, step)) if background else found.pieces
     temporary = _begin(engine.part, into.absolute() if background else into, step, found)
     own = temporary / engine.part.name
     saving = Saving(
@@ -171,19 +177,24 @@ def wait(model: torch.nn.Module) -> Path | None:
     return path
 
 
-def _differing(engine: Engine, found: Collected) -> str | None:
-    """Explains why parts do not join that have states of their own; None if they do. Collective."""
-    everyone = all_gather_object(engine.whole, (found.uncut, common_states(found.about)))
+def _differing(engine: Engine, found: Collected, buffers: bool) -> str | None:
+    """Explains why parts do not join that have states of their own; None if they do. Collective.
+
+    buffers: compare them too.
+    """
+    sums = run_everywhere(engine.whole, lambda: common_states(found, engine.comm.rank == 0, buffers))
+    everyone = all_gather_object(engine.whole, (found.uncut, sums))
     uncut = next((uncut for uncut, _ in everyone if uncut is not None), None)
     if uncut is not None:
         return f"the optimizer's {uncut}"
-    names = [name for name in everyone[0][1] if len({sums[name] for _, sums in everyone}) > 1]
+    every = dict.fromkeys(name for _, sums in everyone for name in sums)
+    names = [name for name in every if len({sums[name] for _, sums in everyone if name in sums}) > 1]
     return f"the {names[0]} differs between them" if names else None
 
 
 def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
     """Returns the gradients of the micro-steps. Collective; ZeRO's own method raises its errors on every rank."""
-    return engine.gradients() if engine.owned is not None else together(engine.comm, engine.gradients)
+    return engine.gradients() if engine.owned is not None else run_everywhere(engine.comm, engine.gradients)
 
 
 def _copies(pieces: Sequence[Piece], step: int) -> list[Piece]:
@@ -239,7 +250,7 @@ def _begin(part: ModelPart, path: Path, step: int, found: Collected) -> Path:
             raise CheckpointError(f"{temporary}: this rank may not write there")
 
     try:
-        together(comm, check)
+        run_everywhere(comm, check)
     except CheckpointError:
         on_rank_0(comm, lambda: shutil.rmtree(temporary, ignore_errors=True))
         raise

@@ -21,7 +21,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def shares(total: int, ranks: int, most: int) -> tuple[int, int]:
-    """(sequences a micro-step, micro-steps) of a rank, for `total` sequences a step on all ranks.
+    """Divides `total` sequences a step among the ranks: (sequences a micro-step, micro-steps) of each.
 
     most: sequences a micro-step. So a job goes on with the same global batches on fewer ranks. Raises UsageError if the
     ranks' shares would be unequal.

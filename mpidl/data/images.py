@@ -106,7 +106,7 @@ class ImageFolder(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         return len(self.files)
 
     def set_epoch(self, epoch: int) -> None:
-        """Other random parts for another epoch."""
+        """Sets the epoch, which the random parts depend on."""
         self._epoch.fill_(epoch)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:

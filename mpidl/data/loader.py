@@ -6,6 +6,9 @@
 
 How far the training has come is counted in batches that were handed out, not in those that are prepared.
 
+Who runs what: the thread `mpidl-loader` and the workers read the dataset, and call no collective. The rank's own thread
+waits for its next batch alone, so no rank waits for another rank's loader.
+
 torch's loader draws the seed of its workers from torch's global generator at the beginning of each pass, so that a run
 that is resumed within an epoch, which begins one pass more, would draw one seed more and have other dropout from there
 on. Here a generator of the loader's own gives that seed, from where the pass begins.
@@ -31,10 +34,10 @@ from ..mesh import Mesh
 from ..mesh.groups import data_group
 from ..setting_checks import integer
 from .sampler import DistributedSampler
-from .workers import WorkerStart, context, environment_without_rank, outlive_ranks
+from .workers import WorkerStart, environment_without_rank, start_detached_tracker, worker_context
 
 _END: Any = object()
-_AHEAD = 2
+_DEFAULT_PREFETCH = 2
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
@@ -81,19 +84,20 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     ) -> None:
         workers = integer("num_workers", num_workers, 0)
         in_step = isinstance(mesh, Mesh) and any(mesh.size(axis) > 1 for axis in ("pp", "tp", "cp"))
-        default = 0 if in_step and not workers else _AHEAD  # what a thread draws falls between what the program does
+        # What a thread draws falls between what the program draws.
+        default = 0 if in_step and not workers else _DEFAULT_PREFETCH
         ahead = integer("prefetch_factor", default if prefetch_factor is None else prefetch_factor, min(workers, 1))
-        self._ahead = 0 if workers else ahead
+        self._prefetch = 0 if workers else ahead
         self._thread: ThreadPoolExecutor | None = None
-        self._passes: weakref.WeakSet[_Pass] = weakref.WeakSet()
+        self._passes: weakref.WeakSet[_EpochPass] = weakref.WeakSet()
         if workers:
             settings["prefetch_factor"] = ahead
-            settings["multiprocessing_context"] = context(multiprocessing_context)
+            settings["multiprocessing_context"] = worker_context(multiprocessing_context)
             settings["worker_init_fn"] = WorkerStart(worker_init_fn)
         elif multiprocessing_context is not None:
             raise ConfigurationError("multiprocessing_context: there are no workers; needs num_workers of at least 1")
-        self._seeds_passes = settings.get("generator") is None
-        if self._seeds_passes:
+        self._has_own_generator = settings.get("generator") is None
+        if self._has_own_generator:
             settings["generator"] = torch.Generator()
         iterable = isinstance(dataset, torch.utils.data.IterableDataset)
         if sampler is None and batch_sampler is None and not iterable:
@@ -105,44 +109,44 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             )
         except ValueError as error:
             raise ConfigurationError(f"DataLoader: {error}") from error
-        self._counted = sampler if isinstance(sampler, DistributedSampler) else None
+        self._position_sampler = sampler if isinstance(sampler, DistributedSampler) else None
         self._seed, self._epoch, self._rank = seed, 0, 0
-        if self._counted is not None:
-            self._counted.follows, self._rank = True, self._counted.rank
+        if self._position_sampler is not None:
+            self._position_sampler.is_counted_by_loader, self._rank = True, self._position_sampler.rank
         elif workers and not isinstance(dataset, torch.utils.data.IterDataPipe):
             # The ranks share out one order of a pipe, which torch shuffles by the same generator: rank 0's for all.
             self._rank = data_group("DataLoader", process_group, mesh, ("dp",)).rank
-        self._began: tuple[int, ...] = ()  # where the latest pass began
+        self._start_of_pass: tuple[int, ...] = ()  # where the latest pass began
         self._repeated = 0  # how many passes in a row have begun there before it
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self._seeds_passes:
+        if self._has_own_generator:
             self.generator.manual_seed(self._seed_of_pass())
-        if self._ahead and self._thread is None:
+        if self._prefetch and self._thread is None:
             # One for all passes, so that the dataset is never used by two at a time.
             self._thread = ThreadPoolExecutor(1, "mpidl-loader")
         batches = self._start_workers() if self.num_workers else super().__iter__()
         load = partial(_from_workers if self.num_workers else next, batches, _END)
-        made = _Pass(load, self._thread, self._ahead, self._counted, self.batch_size or 1)
-        self._passes.add(made)
-        return made
+        one_pass = _EpochPass(load, self._thread, self._prefetch, self._position_sampler, self.batch_size or 1)
+        self._passes.add(one_pass)
+        return one_pass
 
     def _start_workers(self) -> Iterator[Any]:
         try:
             with environment_without_rank():
-                outlive_ranks()
+                start_detached_tracker()
                 return super().__iter__()
         except (EOFError, ConnectionError) as error:
             raise TrainingError(
-                "DataLoader: the workers cannot be started; what they said stands above (does the program's main file "
+                "DataLoader: the workers cannot be started; their messages stand above (does the program's main file "
                 "do anything outside `if __name__ == '__main__':`?)"
             ) from error
 
     def set_epoch(self, epoch: int) -> None:
-        """The DistributedSampler's; without one it changes the workers' seeds alone."""
+        """Sets the epoch of the DistributedSampler; without one, of the workers' seeds alone."""
         self._epoch = epoch
-        if self._counted is not None:
-            self._counted.set_epoch(epoch)
+        if self._position_sampler is not None:
+            self._position_sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """The ranks' position, to be loaded on any number of ranks: DistributedSampler.state_dict.
@@ -150,11 +154,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         Equal on every rank if all have been handed equally many batches. Raises ConfigurationError if another sampler
         chooses the samples.
         """
-        return self._needs_counted("state_dict").state_dict()
+        return self._needs_position_sampler("state_dict").state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The next pass begins behind the last batch that was handed out before the state was taken."""
-        self._needs_counted("load_state_dict").load_state_dict(state_dict)
+        """Loads the position: the next pass begins behind the last batch handed out before `state_dict`."""
+        self._needs_position_sampler("load_state_dict").load_state_dict(state_dict)
 
     def close(self) -> None:
         """Ends the workers, the thread, and the passes under way. A later loop starts them anew."""
@@ -167,21 +171,21 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def _seed_of_pass(self) -> int:
         """The seed of the pass that begins now; depends on nothing that was drawn before."""
-        sampler = self._counted
+        sampler = self._position_sampler
         begins = (self._seed, self._epoch, 0) if sampler is None else (sampler.seed, sampler.epoch, sampler.begin)
-        self._repeated = self._repeated + 1 if begins == self._began else 0
-        self._began = begins
+        self._repeated = self._repeated + 1 if begins == self._start_of_pass else 0
+        self._start_of_pass = begins
         return int(np.random.SeedSequence((*begins, self._repeated, self._rank)).generate_state(1, np.uint64)[0])
 
-    def _needs_counted(self, what: str) -> DistributedSampler:
-        if self._counted is None:
+    def _needs_position_sampler(self, what: str) -> DistributedSampler:
+        if self._position_sampler is None:
             raise ConfigurationError(
                 f"{what}: another sampler chooses the samples; needs a mpidl.data.DistributedSampler"
             )
-        return self._counted
+        return self._position_sampler
 
 
-class _Pass(Iterator[Any]):
+class _EpochPass(Iterator[Any]):
     """One loop over the batches.
 
     load: gives the next batch, or _END.
@@ -198,17 +202,17 @@ class _Pass(Iterator[Any]):
         batch_size: int,
     ) -> None:
         self._load: Callable[[], Any] | None = load
-        self._thread, self._ahead, self._sampler, self._batch_size = thread, ahead, sampler, batch_size
+        self._thread, self._prefetch, self._sampler, self._batch_size = thread, ahead, sampler, batch_size
         self._loading: deque[Future[Any]] = deque()
-        self._handed = 0
+        self._batches_handed_out = 0
 
     def __next__(self) -> Any:
         if self._load is None:
             raise StopIteration
         batch = self._take(self._load)
-        self._handed += 1
+        self._batches_handed_out += 1
         if self._sampler is not None:
-            self._sampler.consumed(None if batch is _END else self._handed * self._batch_size)
+            self._sampler.consumed(None if batch is _END else self._batches_handed_out * self._batch_size)
         if batch is _END:
             self.close()
             raise StopIteration
@@ -221,7 +225,7 @@ class _Pass(Iterator[Any]):
         if not self._loading:
             self._loading.append(self._thread.submit(load))
         batch = self._loading.popleft().result()
-        while batch is not _END and len(self._loading) < self._ahead:
+        while batch is not _END and len(self._loading) < self._prefetch:
             self._loading.append(self._thread.submit(load))
         return batch
 

@@ -39,13 +39,13 @@ class DistributedSampler(Sampler[int]):
 
     A pass over the sampler begins at the epoch's first sample, except the first one after `load_state_dict`, which
     begins where the state was taken. An index counts as consumed once it is handed out. A DataLoader takes indices
-    ahead of time; mpidl.data.DataLoader therefore sets `follows` and counts with `consumed` what it has handed out
-    itself.
+    ahead of time; mpidl.data.DataLoader therefore sets `is_counted_by_loader` and counts with `consumed` what it has
+    handed out itself.
 
     epoch, seed: what the order depends on.
     begin: at which sample of the order the next pass begins.
     position: up to which sample the latest pass has come.
-    follows: a loader counts in place of this object.
+    is_counted_by_loader: a loader counts in place of this object.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class DistributedSampler(Sampler[int]):
         self.shuffle, self.drop_last = shuffle, drop_last
         self.seed, self.epoch = integer("seed", seed), 0
         self.begin = self.position = 0
-        self.follows = False
+        self.is_counted_by_loader = False
         self._pass = (0, 0)  # where the latest pass began, and how many samples of a rank it has
 
     def __len__(self) -> int:
@@ -116,7 +116,7 @@ class DistributedSampler(Sampler[int]):
 
     def _hand_out(self, indices: list[int]) -> Iterator[int]:
         for number, index in enumerate(indices, start=1):
-            if not self.follows:
+            if not self.is_counted_by_loader:
                 self.consumed(number)
             yield index
 

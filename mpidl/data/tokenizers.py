@@ -16,12 +16,12 @@ Tokens = np.ndarray[Any, np.dtype[Any]]
 
 
 class Tokenizer(Protocol):
-    """vocab_size: tokens are 0 <= t < vocab_size."""
+    """Interface of a tokenizer. vocab_size: tokens are 0 <= t < vocab_size."""
 
     vocab_size: int
 
     def encode(self, text: str) -> Tokens:
-        """Integers [tokens], of as few bytes as the vocabulary needs."""
+        """Encodes text: integers [tokens], of the smallest dtype that holds the vocabulary."""
 
     def decode(self, tokens: list[int]) -> str:
         """Decodes tokens; what cannot be decoded becomes U+FFFD."""
@@ -33,11 +33,11 @@ class ByteTokenizer:
     vocab_size = 256
 
     def encode(self, text: str) -> Tokens:
-        """uint8 [bytes]."""
+        """Encodes text: uint8 [bytes]."""
         return np.frombuffer(bytearray(text.encode()), np.uint8)
 
     def decode(self, tokens: list[int]) -> str:
-        """Broken characters become U+FFFD."""
+        """Decodes tokens; broken characters become U+FFFD."""
         return bytes(tokens).decode(errors="replace")
 
 
@@ -60,11 +60,11 @@ class GPT2Tokenizer:
         self.vocab_size: int = self._pairs.n_vocab
 
     def encode(self, text: str) -> Tokens:
-        """int32 [tokens]; an end-of-text mark is taken as ordinary text."""
+        """Encodes text: int32 [tokens]; an end-of-text mark in it is ordinary text."""
         return np.array(self._pairs.encode_ordinary(text), np.int32)
 
     def decode(self, tokens: list[int]) -> str:
-        """Broken characters become U+FFFD."""
+        """Decodes tokens; broken characters become U+FFFD."""
         return str(self._pairs.decode(tokens))
 
 
@@ -91,11 +91,11 @@ class BytePairs:
         self.vocab_size: int = 1 + max(vocabulary.values())
 
     def encode(self, text: str) -> Tokens:
-        """int32 [tokens]; an end-of-text mark is taken as ordinary text."""
+        """Encodes text: int32 [tokens]; an end-of-text mark in it is ordinary text."""
         return np.array(self._pairs.encode(text).ids, np.int32)
 
     def decode(self, tokens: list[int]) -> str:
-        """Broken characters become U+FFFD; numbers that the vocabulary lacks give nothing."""
+        """Decodes tokens; broken characters become U+FFFD, unknown numbers are left out."""
         return str(self._pairs.decode(tokens))
 
 
@@ -123,17 +123,17 @@ class MarkedTokenizer:
         self.vocab_size = text.vocab_size + len(self.names)
 
     def encode(self, text: str) -> Tokens:
-        """Encodes without marks, as the tokenizer that it has."""
+        """Encodes text by the inner tokenizer, without marks."""
         return self._text.encode(text)
 
     def enclose(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[CLS] before and [SEP] behind each sequence: [..., time] -> int64 [..., time + 2]."""
+        """Puts [CLS] before and [SEP] behind each sequence: [..., time] -> int64 [..., time + 2]."""
         shape = (*tokens.shape[:-1], 1)
         first, last = (torch.full(shape, mark, device=tokens.device) for mark in (self.cls, self.sep))
         return torch.cat([first, tokens.long(), last], -1)
 
     def decode(self, tokens: list[int]) -> str:
-        """Marks become their names."""
+        """Decodes tokens; marks become their names."""
         first = self.special[0]
         parts = []
         for marks, group in itertools.groupby(tokens, lambda token: token >= first):
@@ -143,7 +143,7 @@ class MarkedTokenizer:
 
 
 def make_tokenizer(name: str, vocabulary: str | None = None) -> Tokenizer:
-    """ "bytes" or "gpt2"; see the classes."""
+    """Makes the tokenizer "bytes" or "gpt2"; vocabulary: directory of files for "gpt2"."""
     if name == "gpt2":
         return GPT2Tokenizer() if vocabulary is None else BytePairs(vocabulary)
     if name != "bytes":

@@ -57,16 +57,16 @@ class WordPieceTokenizer(MarkedTokenizer):
         self._tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
 
     def encode(self, text: str) -> Tokens:
-        """int32 [tokens]. A mark in the text is ordinary text."""
+        """Encodes text: int32 [tokens]; a mark in it is ordinary text."""
         return np.array(self._tokenizer.encode(text).ids, np.int32)
 
     def decode(self, tokens: list[int]) -> str:
-        """Words with a space between each two; what `encode` dropped stays lost."""
+        """Decodes to words with one space between; what `encode` dropped is lost."""
         return " ".join(self._pieces[token] for token in tokens).replace(" ##", "")
 
 
 def make_marked_tokenizer(name: str, vocabulary: str | None = None) -> MarkedTokenizer:
-    """ "wordpiece", with BERT's own vocabulary in a directory; or one of `make_tokenizer`'s and marks."""
+    """Makes the tokenizer "wordpiece", with a directory's vocabulary, or one of `make_tokenizer` with marks added."""
     if name != "wordpiece":
         return MarkedTokenizer(make_tokenizer(name, vocabulary))
     if vocabulary is None:

@@ -30,7 +30,7 @@ _OF_A_RANK = ("PMI", "HYDI_", "HYDRA_", "MPIR_", "MPI_LOCAL", "OMPI_", "OPAL_", 
 _OF_A_WORKER = {"MPI4PY_RC_INITIALIZE": "0", WORKER: "1"}
 
 
-def context(given: str | BaseContext | None) -> BaseContext:
+def worker_context(given: str | BaseContext | None) -> BaseContext:
     """The context in which workers start. given: "forkserver", "spawn", or such a context; None: what is best here.
 
     That is "forkserver", as its second worker costs little more than a fork, or "spawn" where there is none or where
@@ -52,7 +52,7 @@ def context(given: str | BaseContext | None) -> BaseContext:
     return made
 
 
-def outlive_ranks() -> None:
+def start_detached_tracker() -> None:
     """Lets Python's resource tracker, which removes the names of semaphores in the end, survive the rank.
 
     Where a launcher kills a rank it kills all of its process group, and the tracker with it, if that was not started in
@@ -79,7 +79,7 @@ def outlive_ranks() -> None:
 
 @contextmanager
 def environment_without_rank() -> Iterator[None]:
-    """Inside, processes start with the environment of a worker."""
+    """Context in which new processes get a worker's environment."""
     kept = {name: value for name, value in os.environ.items() if name.startswith(_OF_A_RANK) or name in _OF_A_WORKER}
     for name in kept:
         del os.environ[name]
@@ -96,17 +96,17 @@ def environment_without_rank() -> Iterator[None]:
 class WorkerStart:
     """The first call in a worker: makes it end with its rank, then calls the user's function."""
 
-    given: Callable[[int], Any] | None
+    worker_init_fn: Callable[[int], Any] | None
 
     def __call__(self, worker: int) -> None:
-        """torch's worker_init_fn."""
+        """Runs in the worker, as torch's worker_init_fn."""
         threading.Thread(target=_end_with_parent, name="mpidl-parent", daemon=True).start()
-        if self.given is not None:
-            self.given(worker)
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker)
 
 
 def _end_with_parent() -> None:
-    """torch's workers look whether their parent lives, but that is the fork server, which waits for its workers."""
+    """Ends the worker when its rank ends; torch watches the fork server instead, which waits for its workers."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

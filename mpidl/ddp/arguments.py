@@ -14,7 +14,8 @@ from ..errors import ConfigurationConflict, ConfigurationError
 from ..gradients.compression import Compression
 from ..gradients.compression.refusals import refuse_complex, refuse_mesh
 from ..mesh import Mesh
-from ..mesh.experts import refuse_experts
+from ..mesh.experts import refuse_experts, refuse_others
+from ..mesh.placement import refuse_other_mesh
 from ..trained_by import refuse_trained
 
 BUCKET_CAP_MB = 25.0
@@ -67,16 +68,20 @@ def ignored(of: torch.nn.Module, names: Any) -> frozenset[str]:
     return listed | frozenset(getattr(of, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-def refuse_trained_parameters(
+def refuse_parameters(
     names: Mapping[torch.nn.Parameter, str], mesh: Mesh | None, divisor: int, compression: Compression | None
 ) -> None:
     """Refuses parameters that these settings do not fit.
 
-    names: of those that train.
+    names: of all, but those to leave alone.
     divisor: as of `mesh.experts`.
     """
+    everything = [(name, p) for p, name in names.items()]
+    names = {p: name for p, name in names.items() if p.requires_grad}
     if mesh is not None:
-        refuse_experts(mesh, divisor, ((name, p) for p, name in names.items()))
+        refuse_other_mesh("DistributedDataParallel", mesh.layout, everything)
+        refuse_experts(mesh, divisor, everything)
+        refuse_others(divisor, ((name, p) for p, name in names.items()))
         if compression is not None:
             refuse_mesh(compression, mesh)
     if compression is not None:

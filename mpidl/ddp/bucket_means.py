@@ -26,7 +26,7 @@ from collectives.devices import Place
 
 from ..comm_hooks import allreduce
 from ..gradients.buckets import GradientBucket, rank_order_algorithm
-from ..gradients.grad_bucket import GradBucket, Handle, Hook, begin, result_of
+from ..gradients.grad_bucket import GradBucket, Handle, Hook, begin, sized_result
 from .backward_steps import BackwardSteps
 from .bucket_memory import BucketMemory
 from .joined_passes import JoinedPasses
@@ -149,8 +149,8 @@ class BucketMeans:
     def complete(self, bucket: GradientBucket, handle: Handle) -> None:
         """Waits until the bucket holds the mean."""
         assert bucket.flat is not None
-        values = result_of(handle)
-        if values is not None and values.data_ptr() != bucket.flat.data_ptr():
+        values = sized_result(handle, bucket.flat)
+        if values.data_ptr() != bucket.flat.data_ptr():
             bucket.flat.copy_(values)
         if self._join.mean_correction != 1.0:
             bucket.flat.mul_(self._join.mean_correction)

@@ -27,7 +27,7 @@ class Joining(Protocol):
     def mean_correction(self) -> float:
         """The factor of the mean over all ranks."""
 
-    def tell(self, turn: Turn) -> None:
+    def announce_turn(self, turn: Turn) -> None:
         """Tells the ranks without batches which operation this one begins."""
 
 
@@ -49,18 +49,18 @@ class JoinedPasses:
     def begin_forward(self) -> None:
         """Tells the others of a forward pass in training mode, where the first rank that ends is an error."""
         if self.joining is not None and self.joining.turns.throw:
-            self.joining.tell(Turn.FORWARD)
+            self.joining.announce_turn(Turn.FORWARD)
 
     def begin_backward(self) -> None:
         """Tells the ranks without batches that a backward pass begins, and notes how many ranks have batches."""
         if self.joining is not None:
-            self.joining.tell(Turn.BACKWARD)
+            self.joining.announce_turn(Turn.BACKWARD)
             self._take_over(self.joining)
 
     def end_backward(self) -> None:
         """Tells the ranks without batches that the buckets of a backward pass are complete."""
         if self.joining is not None and not self.is_shadow:
-            self.joining.tell(Turn.END_OF_BACKWARD)
+            self.joining.announce_turn(Turn.END_OF_BACKWARD)
 
     def begin_shadow(self) -> None:
         """Begins a shadow pass, as the others have told."""

@@ -66,6 +66,7 @@ class Reducer:
     buffers: those to broadcast after each pass.
     group: the user's Communicator, of which `comm` is a duplicate.
     ignored: names of parameters and buffers that may differ between the ranks.
+    divisor: of contributions to gradients, as of `mesh.experts`.
 
     steps: makes steps within the passes; None where passes leave them to the program.
     """
@@ -85,6 +86,7 @@ class Reducer:
         buffers: Callable[[], list[torch.Tensor]],
         group: Communicator,
         ignored: Container[str],
+        divisor: int,
     ) -> None:
         self._names, self._comm, self._watch, self._place = names, comm, watch, place
         self._as_views, self._buffers = as_views, buffers
@@ -93,7 +95,7 @@ class Reducer:
         self._shared = SharedParameters(names)
         self.steps: BackwardSteps | None = None
         self.join = JoinedPasses()
-        self.trained = TrainedParameters(module, names, comm, ignored, static_graph=static_graph)
+        self.trained = TrainedParameters(module, names, comm, ignored, static_graph=static_graph, divisor=divisor)
         self.means = BucketMeans(comm, group, place, self.trained, self.join)
         self.queue = BucketQueue(
             [],

@@ -19,6 +19,7 @@ from collectives import Communicator
 
 from ..digest import code
 from ..job.agreement import raise_everywhere
+from ..mesh.experts import problem_of_others
 from ..replicas.start_check import check_models_agree, check_settings_agree
 from .module_changes import ModuleChanges
 from .sparse import sparse_parameters
@@ -29,7 +30,7 @@ _Training = tuple[torch.dtype, bool | tuple[int, ...]]  # a parameter's dtype, a
 class TrainedParameters:
     """The parameters of a module that train.
 
-    names, ignored, static_graph: as of `Reducer`.
+    names, ignored, static_graph, divisor: as of `Reducer`.
 
     parameters: those for which the buckets are laid out.
     sparse: those of them whose gradients are sparse.
@@ -43,12 +44,14 @@ class TrainedParameters:
         ignored: Container[str],
         *,
         static_graph: bool,
+        divisor: int,
     ) -> None:
         self._module, self._names, self._comm, self._ignored = module, names, comm, ignored
-        self._static_graph = static_graph
+        self._static_graph, self._divisor = static_graph, divisor
         self._changes = ModuleChanges(module, names, ignored)
         self._wanted: list[_Training | None] = []  # in the last synchronised forward pass
         self._choice: int | None = None  # by which ranks compare `_wanted`
+        self._problem: str | None = None  # with what is in `_wanted`
         self._taken_up: list[_Training | None] = []  # as the buckets are laid out
         self.parameters: list[torch.nn.Parameter] = []
         self.sparse: set[torch.nn.Parameter] = set()
@@ -61,6 +64,7 @@ class TrainedParameters:
         ]
         if wanted != self._wanted:
             self._wanted, self._choice = wanted, None
+            self._problem = problem_of_others(self._divisor, ((self._names[p], p) for p in self.wanted()))
         return self._wanted != self._taken_up
 
     def wanted(self) -> list[torch.nn.Parameter]:
@@ -75,11 +79,12 @@ class TrainedParameters:
         """Compares what trains on all ranks. Returns whether the buckets are laid out for others. Collective.
 
         problem: why this rank cannot begin a pass. Raises on every rank ModelMismatch where what trains differs, and
-        TrainingError where any has a problem, or parameters that were replaced, resized or added.
+        TrainingError where any has a problem, parameters that were replaced, resized or added, or others than experts
+        that train in an engine of experts.
         """
         if self._choice is None:
             self._choice = code(repr((self._wanted, self._static_graph)))
-        found = self._changes.problem()
+        found = self._changes.problem() or self._problem
         problem = found if problem is None else problem
         told = np.array([self._choice, -self._choice, problem is not None])
         self._comm.all_reduce(told, "max")

@@ -7,6 +7,10 @@
 A rank with batches takes a turn before each series of collectives: a small all-gather that tells which object
 communicates next. A rank without batches takes part in it, and calls that object's join hook after each turn. Turns
 have a Communicator of their own.
+
+Every rank makes one all-gather a turn, with batches or without, and the result tells all of them which object comes
+next; ranks with batches that name different objects get a TrainingError. So no rank waits in an operation that another
+one does not enter.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ _ENDED = -1
 
 
 class Turn(IntEnum):
-    """The next operation of a rank with batches, on the object whose turn it is. NOTIFIED: what only that one knows."""
+    """The next operation of a rank with batches, on the object whose turn it is. NOTIFIED: the object defines it."""
 
     FORWARD, BACKWARD, END_OF_BACKWARD, NOTIFIED = range(4)
 
@@ -57,21 +61,21 @@ class JoinTurns:
         """Number of all ranks divided by that of ranks with batches."""
         return self._comm.size / len(self.active)
 
-    def tell(self, number: int, turn: Turn = Turn.NOTIFIED) -> int | None:
+    def announce_turn(self, number: int, turn: Turn = Turn.NOTIFIED) -> int | None:
         """Returns the number of the object whose turn it is; None when no rank has batches left. Collective."""
-        told = np.empty((self._comm.size, 2), np.int64)
-        self._comm.all_gather(told, np.array([number, turn], np.int64))
-        active = np.flatnonzero(told[:, 0] != _ENDED).tolist()
+        announced = np.empty((self._comm.size, 2), np.int64)
+        self._comm.all_gather(announced, np.array([number, turn], np.int64))
+        active = np.flatnonzero(announced[:, 0] != _ENDED).tolist()
         if not active:
             return None
         self.active = active
         if self.throw and len(active) < self._comm.size:
             ended = ", ".join(map(str, sorted(set(range(self._comm.size)).difference(active))))
             raise TrainingError(f"join: no batches left on rank {ended}, and throw_on_early_termination is set")
-        if (told[active] != told[active[0]]).any():
-            what = ", ".join(f"rank {r}: {Turn(told[r, 1])} of joinable {told[r, 0]}" for r in active)
+        if (announced[active] != announced[active[0]]).any():
+            what = ", ".join(f"rank {r}: {Turn(announced[r, 1])} of joinable {announced[r, 0]}" for r in active)
             raise TrainingError(f"join: the ranks with batches are not in step: {what}")
-        return int(told[active[0], 0])
+        return int(announced[active[0], 0])
 
 
 class JoinHook:
@@ -81,15 +85,15 @@ class JoinHook:
     number: int
 
     def begin(self, turns: JoinTurns, number: int) -> None:
-        """The block begins. number: of the object."""
+        """Sets the turns, as the block begins. number: of the object in its Join."""
         self.turns, self.number = turns, number
 
-    def tell(self, turn: Turn = Turn.NOTIFIED) -> None:
+    def announce_turn(self, turn: Turn = Turn.NOTIFIED) -> None:
         """Tells the ranks that have ended to call `main_hook`; called on ranks with batches. Collective."""
-        self.turns.tell(self.number, turn)
+        self.turns.announce_turn(self.number, turn)
 
     def main_hook(self) -> None:
-        """The part of a rank without batches in the collectives that follow a `notify_join_context` of the others."""
+        """Runs a batch's collectives on a rank without batches, after a `notify_join_context` of the others."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Runs on every rank after the last rank has ended. is_last_joiner: this rank is one that ended last."""
@@ -99,7 +103,7 @@ class JoinHook:
 
 
 class Joinable:
-    """An object of one's own in a `Join`: it has collectives, as many a batch on each rank that has one.
+    """Base of a user's object in a `Join`: for each batch, every rank that has one runs the same number of collectives.
 
     It calls `Join.notify_join_context(self)` before them.
     """
@@ -126,7 +130,7 @@ class Join:
     batches use the joinables in the same order.
     """
 
-    _under_way: Join | None = None  # in this process
+    _active: Join | None = None  # in this process
 
     def __init__(
         self, joinables: Sequence[Any], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any
@@ -147,12 +151,12 @@ class Join:
     def __enter__(self) -> Join:
         if not self._enable:
             return self
-        if Join._under_way is not None:
-            raise ConfigurationError("join: another join is under way, and a rank can stand in for one alone")
+        if Join._active is not None:
+            raise ConfigurationError("join: another join is active; needs one at a time")
         self._hooks: list[JoinHook] = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
         self._pooled = communicator_pool.take(self._group)
         self._turns = JoinTurns(self._pooled.comm, self._throw)
-        Join._under_way = self
+        Join._active = self
         try:
             for number, hook in enumerate(self._hooks):
                 hook.begin(self._turns, number)
@@ -166,18 +170,18 @@ class Join:
             return
         try:
             if kind is None:
-                self._stand_in()
+                self._join_others_turns()
         finally:
             self._end()
 
-    def _stand_in(self) -> None:
-        while (number := self._turns.tell(_ENDED)) is not None:
+    def _join_others_turns(self) -> None:
+        while (number := self._turns.announce_turn(_ENDED)) is not None:
             self._hooks[number].main_hook()
         for hook in self._hooks:
             hook.post_hook(self._group.rank in self._turns.active)
 
     def _end(self) -> None:
-        Join._under_way = None
+        Join._active = None
         for hook in self._hooks:
             hook.end()
         self._pooled.give_back()
@@ -188,8 +192,8 @@ class Join:
 
         To be called by a `Joinable`; does nothing outside of a `Join`. Collective.
         """
-        join = Join._under_way
+        join = Join._active
         for hook in (
             [] if join is None else [h for j, h in zip(join._joinables, join._hooks, strict=True) if j is joinable]
         ):
-            hook.tell()
+            hook.announce_turn()

@@ -33,7 +33,7 @@ from ..job import communicator_pool
 from ..job.agreement import check_everywhere
 from ..job.model_device import place_of_model
 from ..mesh import Mesh
-from ..mesh.experts import divide_contributions, gradient_group
+from ..mesh.experts import divide_contributions, gradient_group, note_engine
 from ..mesh.groups import data_group
 from ..nn.sync_batch_norm import SyncBatchNorm
 from ..replicas.start_check import check_models_agree, check_settings_agree
@@ -127,9 +127,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self.device_ids, self.output_device = arguments.devices(module, device_ids, output_device)
             self._place = place_of_model("module", module, self.parameters_to_ignore)
             self.module = module
-            arguments.refuse_trained_parameters(self._states.trained(), mesh, self._divisor, self._compression)
+            arguments.refuse_parameters(self._states.names(), mesh, self._divisor, self._compression)
 
         check_everywhere(self.process_group, check)
+        note_engine(mesh, self._divisor)
         self._hook: tuple[Any, Hook] | None = None
         self.compressed: CompressedReduction | None = None
         self._reducer: Reducer | None = None
@@ -215,6 +216,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             buffers=states.buffers if self.forward_sync_buffers else list,
             group=self.process_group,
             ignored=self.parameters_to_ignore,
+            divisor=self._divisor,
         )
         self._reducer.means.hook = self._hook
         self._retirement = retirement

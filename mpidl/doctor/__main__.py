@@ -23,13 +23,13 @@ from ..job.runtime import init
 from ..mesh.mesh import agreed_layout
 from . import expected
 from . import mesh as mesh_of
-from .advice import Finding, by_host, count, findings, in_bytes
+from .advice import Finding, by_host, bytes_in_words, counted, findings
 from .facts import facts_of_rank
 from .speed import measure
 
 
 def main() -> int:
-    """Gathers, measures, prints; the exit status."""
+    """Gathers facts, measures and prints; returns the exit status."""
     comm = init()
     parser = ArgumentParser(comm, prog="python -m mpidl.doctor", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print the facts, the speeds and the findings as JSON")
@@ -38,7 +38,7 @@ def main() -> int:
     )
 
     def check(_: argparse.Namespace) -> None:
-        """Any combination is right."""
+        """Accepts any combination of options."""
 
     options = parser.parse_on_all_ranks(check)
     layout = None
@@ -51,19 +51,19 @@ def main() -> int:
         found += mesh_of.findings(layout)
     if comm.rank == 0:
         if options.json:
-            told: dict[str, Any] = {"ranks": facts, "speed": speed, "findings": [asdict(f) for f in found]}
+            report: dict[str, Any] = {"ranks": facts, "speed": speed, "findings": [asdict(f) for f in found]}
             if layout is not None:
-                told["mesh"] = {"sizes": layout.sizes, "coordinates": list(map(layout.coordinates, range(comm.size)))}
-            print(json.dumps(told, indent=1))
+                report["mesh"] = {"sizes": layout.sizes, "coordinates": list(map(layout.coordinates, range(comm.size)))}
+            print(json.dumps(report, indent=1))
         else:
-            drawn = [] if layout is None else mesh_of.picture(layout, [fact["host"] for fact in facts])
-            print("\n".join([*drawn, *lines(facts, speed, found)]))
+            picture_lines = [] if layout is None else mesh_of.picture(layout, [fact["host"] for fact in facts])
+            print("\n".join([*picture_lines, *lines(facts, speed, found)]))
         sys.stdout.flush()
     return int(any(finding.problem for finding in found))
 
 
 def lines(facts: list[dict[str, Any]], speed: dict[str, Any], found: list[Finding]) -> list[str]:
-    """The report."""
+    """Returns the lines of the report."""
     first = facts[0]
     mpi, versions = first["mpi"], first["versions"]
     aware = {True: "aware of CUDA", False: "not aware of CUDA", None: "does not tell of CUDA"}[mpi["cuda_aware"]]
@@ -71,27 +71,27 @@ def lines(facts: list[dict[str, Any]], speed: dict[str, Any], found: list[Findin
         f"MPI       {mpi['library']}, MPI {mpi['standard']}, threads: {mpi['threads']}, {aware}",
         f"Python    {versions['python']}, torch {versions['torch']}; the part in C is "
         f"{'compiled' if first['compiled'] else 'not compiled'}",
-        f"job       {count(len(facts), 'rank')} on {count(first['nodes'], 'node')}",
+        f"job       {counted(len(facts), 'rank')} on {counted(first['nodes'], 'node')}",
     ]
     for fact, ranks in by_host(facts):
         cores = sorted({len(rank["cores"]) for rank in ranks})
         shared = fact["shared_memory"]
         text += [
-            f"{fact['host']:9} {count(len(ranks), 'rank')}; {count(fact['threads'], 'torch thread')} each; cores a "
+            f"{fact['host']:9} {counted(len(ranks), 'rank')}; {counted(fact['threads'], 'torch thread')} each; cores a "
             f"rank may use: "
             f"{'-'.join(map(str, cores))} of {fact['cores_of_machine']}",
-            f"{'':9} memory {in_bytes(fact['memory'])}; {shared['directory']} {in_bytes(shared['bytes'])}, "
-            f"{in_bytes(shared['free'])} free; symmetric memory "
+            f"{'':9} memory {bytes_in_words(fact['memory'])}; {shared['directory']} {bytes_in_words(shared['bytes'])}, "
+            f"{bytes_in_words(shared['free'])} free; symmetric memory "
             f"{'works' if fact['symmetric'] else 'does not work'}; GPUs: {len(fact['gpus'])}",
         ]
-    copy = in_bytes(speed["copy"])
+    copy = bytes_in_words(speed["copy"])
     text.append(f"speed     each rank copies memory at {copy}/s, all at once; the rest is measured by that")
     between = expected.links(speed, first["host"]).values()
-    for rate in filter(None, (expected.on_a_node(speed), expected.over_nodes(speed), *between)):
-        usual = "" if rate.usual is None else f"about {in_bytes(rate.usual)}/s, "
+    for rate in filter(None, (expected.speed_on_a_node(speed), expected.speed_over_nodes(speed), *between)):
+        typical = "" if rate.typical is None else f"about {bytes_in_words(rate.typical)}/s, "
         text.append(
-            f"{'':9} {rate.what}: {in_bytes(rate.measured)}/s, {'low' if rate.is_low else 'good'} "
-            f"(expected: {usual}at least {in_bytes(rate.least)}/s, {rate.why})"
+            f"{'':9} {rate.what}: {bytes_in_words(rate.measured)}/s, {'low' if rate.is_low else 'good'} "
+            f"(expected: {typical}at least {bytes_in_words(rate.lowest_good)}/s, {rate.why})"
         )
     for finding in found:
         text += [f"{'problem' if finding.problem else 'remark':9} {finding.what}", f"{'':9} -> {finding.advice}"]

@@ -29,7 +29,7 @@ class Finding:
 
 
 def findings(facts: Facts, speed: dict[str, Any]) -> list[Finding]:
-    """All of them, the gravest first.
+    """Lists all findings, problems before remarks.
 
     facts: of each rank.
     speed: see `speed.measure`.
@@ -40,11 +40,11 @@ def findings(facts: Facts, speed: dict[str, Any]) -> list[Finding]:
 
 
 def _world(facts: Facts) -> Iterator[Finding]:
-    started = max(fact["started"] for fact in facts)
-    if started > len(facts):
+    launched_processes = max(fact["started"] for fact in facts)
+    if launched_processes > len(facts):
         yield Finding(
             True,
-            f"the launcher has started {started} processes, but MPI knows of {len(facts)}",
+            f"the launcher has started {launched_processes} processes, but MPI knows of {len(facts)}",
             f"mpi4py uses {facts[0]['mpi']['library']}, and the launcher is another MPI's: start with the mpirun of "
             "that one (make run MPI=system installs for the mpirun on the PATH), under Slurm with srun --mpi=pmi2 for "
             "MPICH, --mpi=pmix for Open MPI",
@@ -84,7 +84,7 @@ def _compiled(facts: Facts) -> Iterator[Finding]:
 
 
 def _shared_memory(facts: Facts) -> Iterator[Finding]:
-    for fact in _one_a_host(facts):
+    for fact in _first_of_each_host(facts):
         shared, where = fact["shared_memory"], f"{fact['shared_memory']['directory']} of {fact['host']}"
         advice = (
             "enlarge it (docker run --shm-size=8g, or mount -o remount,size=50% /dev/shm as root), or name a larger "
@@ -94,7 +94,7 @@ def _shared_memory(facts: Facts) -> Iterator[Finding]:
             yield Finding(True, f"the ranks of {fact['host']} cannot share memory, and send messages instead", advice)
         elif fact["local_size"] > 1 and shared["free"] < _SMALL:
             yield Finding(
-                True, f"{where} has {in_bytes(shared['free'])} free; parameters and gradients lie there", advice
+                True, f"{where} has {bytes_in_words(shared['free'])} free; parameters and gradients lie there", advice
             )
 
 
@@ -104,8 +104,8 @@ def _threads(facts: Facts) -> Iterator[Finding]:
         quota = fact["quota"] or math.inf
         seen, usable = usable, int(min(usable, max(1, quota)))
         threads = sum(rank["threads"] for rank in ranks)
-        where = f"{fact['host']}: {count(len(ranks), 'rank')} of {count(fact['threads'], 'thread')} each on "
-        where += count(usable, "core")
+        where = f"{fact['host']}: {counted(len(ranks), 'rank')} of {counted(fact['threads'], 'thread')} each on "
+        where += counted(usable, "core")
         if len(ranks) > usable:
             yield Finding(True, where, f"start {usable} there at most: ranks that share a core wait for each other")
         elif threads > usable:
@@ -117,7 +117,7 @@ def _threads(facts: Facts) -> Iterator[Finding]:
         elif 2 * threads <= usable:
             yield Finding(
                 False,
-                f"{where}: {count(usable - threads, 'core')} would be idle",
+                f"{where}: {counted(usable - threads, 'core')} would be idle",
                 f"set OMP_NUM_THREADS={usable // len(ranks)}, or start more ranks",
             )
         if quota < seen:
@@ -146,8 +146,8 @@ def _pinning(facts: Facts) -> Iterator[Finding]:
             if rank["threads"] > len(rank["cores"]):
                 yield Finding(
                     True,
-                    f"{fact['host']}: rank {rank['rank']} has {count(rank['threads'], 'thread')} on the "
-                    f"{count(len(rank['cores']), 'core')} that it is bound to",
+                    f"{fact['host']}: rank {rank['rank']} has {counted(rank['threads'], 'thread')} on the "
+                    f"{counted(len(rank['cores']), 'core')} that it is bound to",
                     "bind ranks to as many cores as they have threads, or to none (mpirun --bind-to none)",
                 )
                 break
@@ -167,12 +167,12 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
 
 
 def _speed(facts: Facts, speed: dict[str, Any]) -> Iterator[Finding]:
-    node, everywhere = expected.on_a_node(speed), expected.over_nodes(speed)
+    node, everywhere = expected.speed_on_a_node(speed), expected.speed_over_nodes(speed)
     if node is not None and node.is_low:
         yield Finding(
             True,
             _slow(node),
-            "heed first what is said of cores and shared memory; else another program (top shows it), or another guest "
+            "first follow the advice on cores and shared memory; else another program (top shows it), or another guest "
             "of the same machine, may take cores or memory bandwidth: measure again, or use other nodes",
         )
     links = expected.links(speed, facts[0]["host"])
@@ -190,35 +190,35 @@ def _speed(facts: Facts, speed: dict[str, Any]) -> Iterator[Finding]:
         yield Finding(
             False,
             _slow(everywhere),
-            "heed first what is said of cores and links; python -m collectives.tune then finds the fastest algorithm",
+            "first follow the advice on cores and links; python -m collectives.tune then finds the fastest algorithm",
         )
 
 
 def _slow(speed: expected.Speed) -> str:
     return (
-        f"{speed.what}: {in_bytes(speed.measured)}/s is low; at least {in_bytes(speed.least)}/s is to be expected "
-        f"({speed.why})"
+        f"{speed.what}: {bytes_in_words(speed.measured)}/s is low; at least {bytes_in_words(speed.lowest_good)}/s is "
+        f"to be expected ({speed.why})"
     )
 
 
 def by_host(facts: Facts) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """(the first rank's facts, all ranks' facts) of each host."""
-    for first in _one_a_host(facts):
+    """Yields for each host (facts of its first rank, facts of all its ranks)."""
+    for first in _first_of_each_host(facts):
         yield first, [fact for fact in facts if fact["host"] == first["host"]]
 
 
-def _one_a_host(facts: Facts) -> list[dict[str, Any]]:
+def _first_of_each_host(facts: Facts) -> list[dict[str, Any]]:
     return list({fact["host"]: fact for fact in reversed(facts)}.values())[::-1]
 
 
-def in_bytes(nbytes: float) -> str:
-    """A number of bytes, or of bytes a second, for people."""
+def bytes_in_words(nbytes: float) -> str:
+    """Writes a number of bytes with a unit, as 1.5 GiB."""
     if nbytes < 1 or math.isinf(nbytes):
         return f"{nbytes:g} B"
     power = min(4, int(math.log(nbytes, 1024)))
     return f"{nbytes / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
-def count(number: int, thing: str) -> str:
-    """1 core, 2 cores."""
+def counted(number: int, thing: str) -> str:
+    """Writes a number with its noun: 1 core, 2 cores."""
     return f"{number} {thing}{'s' * (number != 1)}"

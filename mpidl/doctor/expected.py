@@ -19,32 +19,36 @@ from typing import Any
 _ON_A_NODE = 1 / 8
 _OVER_NODES = 1 / 4
 _LINK = 1 / 50
-_UNLIKE = 1 / 3
+_OF_BEST_LINK = 1 / 3
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Bytes a second: measured; about what is usual, if that is known; the least that is well. why: of the least."""
+    """A measured speed and its bounds, in bytes a second.
+
+    typical: None if it is not known.
+    why: where `lowest_good` comes from.
+    """
 
     what: str
     measured: float
-    usual: float | None
-    least: float
+    typical: float | None
+    lowest_good: float
     why: str
 
     @property
     def is_low(self) -> bool:
-        """Returns whether something is wrong."""
-        return self.measured < self.least
+        """Tells whether the measured speed is below `lowest_good`."""
+        return self.measured < self.lowest_good
 
 
-def on_a_node(speed: dict[str, Any]) -> Speed | None:
-    """The all-reduce of a node's ranks; None where each node has one. speed: see `speed.measure`."""
+def speed_on_a_node(speed: dict[str, Any]) -> Speed | None:
+    """Returns the all-reduce speed on a node; None where a node has one rank. speed: see `speed.measure`."""
     rate, copy = speed["all_reduce_on_a_node"], speed["copy"]
     return None if rate is None else Speed("all-reduce on a node", rate, copy, copy * _ON_A_NODE, "1/8 of a copy")
 
 
-def over_nodes(speed: dict[str, Any]) -> Speed | None:
+def speed_over_nodes(speed: dict[str, Any]) -> Speed | None:
     """The all-reduce of all ranks; None on one node."""
     rate = speed["all_reduce_over_nodes"]
     if rate is None:
@@ -52,15 +56,15 @@ def over_nodes(speed: dict[str, Any]) -> Speed | None:
     nodes = 1 + len(speed["links"])
     slowest = min(link["bytes_per_second"] for link in speed["links"].values())
     through = slowest * nodes / (2 * (nodes - 1))
-    least, why = min(
+    lowest_good, why = min(
         (through * _OVER_NODES, "1/4 of what the links let through"), (speed["copy"] * _ON_A_NODE, "1/8 of a copy")
     )
-    return Speed("all-reduce over all nodes", rate, min(through, speed["copy"]), least, why)
+    return Speed("all-reduce over all nodes", rate, min(through, speed["copy"]), lowest_good, why)
 
 
 def links(speed: dict[str, Any], first: str) -> dict[str, Speed]:
     """The link from the first node, by host."""
     rates = {host: link["bytes_per_second"] for host, link in speed["links"].items()}
     best = max(rates.values(), default=0.0)
-    least, why = max((speed["copy"] * _LINK, "1/50 of a copy"), (best * _UNLIKE, "1/3 of the best link"))
-    return {host: Speed(f"link {first} - {host}", rate, None, least, why) for host, rate in rates.items()}
+    lowest_good, why = max((speed["copy"] * _LINK, "1/50 of a copy"), (best * _OF_BEST_LINK, "1/3 of the best link"))
+    return {host: Speed(f"link {first} - {host}", rate, None, lowest_good, why) for host, rate in rates.items()}

@@ -14,12 +14,12 @@ from collectives.diagnostics import about_mpi, directories, is_compiled, usable
 
 from ..job.control_group import cpu_quota, memory_limit
 
-# By which launchers say how many processes they have started.
+# Variables in which launchers give the number of processes that they have started.
 _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
 
 
 def facts_of_rank(comm: Communicator) -> dict[str, Any]:
-    """Collects this rank's facts. Collective, as the symmetric memory is tried out."""
+    """Collects this rank's facts. Collective, as it allocates symmetric memory."""
     node = comm.split(comm.node_ranks[0])  # a group over nodes shares memory on all of them or on none
     assert node is not None
     symmetric = node.is_shared(node.shared(1 << 18, torch.float32))
@@ -36,7 +36,7 @@ def facts_of_rank(comm: Communicator) -> dict[str, Any]:
         "local_rank": comm.local_rank,
         "local_size": comm.local_size,
         "nodes": comm.nodes,
-        "started": started(os.environ),
+        "started": launched_processes(os.environ),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -55,7 +55,7 @@ def facts_of_rank(comm: Communicator) -> dict[str, Any]:
     }
 
 
-def started(environment: Any) -> int:
+def launched_processes(environment: Any) -> int:
     """The number of processes that the launcher started for this job, at least; 1 if it does not say."""
     return max((int(environment[name]) for name in _SIZES if environment.get(name, "").isdigit()), default=1)
 

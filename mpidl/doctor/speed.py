@@ -5,6 +5,8 @@ cores and memory channels, is shared in the reference too.
 
     an all-reduce of n bytes inside a node    each rank reads n bytes of its peers' and writes n, as a copy of n does
     a link between two nodes                  n bytes there and back between the nodes' first ranks, while others wait
+
+Every rank runs the same measurements in the same order; the ranks agree after each repetition whether another follows.
 """
 
 from __future__ import annotations
@@ -72,14 +74,14 @@ def _seconds(comm: Communicator, call: Callable[[], Any]) -> float:
     """The median over repetitions of the slowest rank's seconds. Collective."""
     call()
     times: list[float] = []
-    going_on, spent = np.ones(1), 0.0
-    while going_on[0]:
+    another, spent = np.ones(1), 0.0
+    while another[0]:
         comm.barrier()
         start = time.perf_counter()
         call()
-        taken = np.array([time.perf_counter() - start])
-        comm.all_reduce(taken, "max")
-        times.append(float(taken[0]))
+        slowest = np.array([time.perf_counter() - start])
+        comm.all_reduce(slowest, "max")
+        times.append(float(slowest[0]))
         spent += times[-1]
-        going_on[0] = len(times) < 5 or (spent < _BUDGET and len(times) < 100)
+        another[0] = len(times) < 5 or (spent < _BUDGET and len(times) < 100)
     return float(np.median(times))

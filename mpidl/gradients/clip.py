@@ -17,8 +17,9 @@ from collectives import Communicator
 
 from ..errors import ConfigurationError, TrainingError
 from ..mesh import Mesh
-from ..mesh.groups import checked, refuse_world
+from ..mesh.groups import checked_mesh, refuse_world
 from ..mesh.norm import norm_over_mesh
+from ..mesh.placement import refuse_other_mesh
 from .scalars import values_of
 
 Parameters = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]
@@ -41,11 +42,13 @@ def clip_grad_norm_(
     mesh: needed while a mesh is open whose ranks hold different parameters: the norm is that of the whole model
     (`mesh.norm`), and the call collective over the mesh.
     """
-    mesh = checked("clip_grad_norm_", None, mesh)
+    mesh = checked_mesh("clip_grad_norm_", None, mesh)
     if mesh is None:
         refuse_world("clip_grad_norm_", "mesh=")
     with_gradients = _with_gradients(parameters, "clip_grad_norm_")
     gradients = [p.grad for p in with_gradients if p.grad is not None]
+    if mesh is not None:
+        refuse_other_mesh("clip_grad_norm_", mesh.layout, ((None, p) for p in with_gradients))
     if mesh is None or not mesh.layout.model_axes:
         norm = norm_over_shards(gradients, norm_type, None)
     else:

@@ -2,7 +2,7 @@
 
 GradBucket    the gradients of some parameters; `reduce` starts the reduction that the engine needs
 Handle        the protocol of what a hook returns; ChainedWork: one that calls a function after its Work
-begin         calls a hook; `result_of` waits for its handle
+begin         calls a hook; `result_of` waits for its handle, and `sized_result` checks what it gives
 
 `mpidl.comm_hooks` exports what a hook needs. The thread of the backward pass calls hooks, on every rank for the same
 buckets in the same order.
@@ -111,12 +111,14 @@ class GradBucket:
         """Starts the mean over all ranks of `values`, in DDP by an all-reduce, in ZeRO by a reduce-scatter.
 
         values: of the shape of `buffer()` and any floating dtype, overwritten; by default the gradients themselves.
+            Of complex gradients also of the shape of `torch.view_as_real(buffer())`.
         process_group: in DDP, as of `communicator`; ZeRO reduces over its own ranks.
 
         The handle's `wait()` returns the means of the elements that `needed()` tells, in the dtype of `values`.
         """
         values = self._flat if values is None else values
-        if values.shape != self._flat.shape:
+        in_parts = self._flat.is_complex() and values.shape == (*self._flat.shape, 2)  # real and imaginary
+        if values.shape != self._flat.shape and not in_parts:
             raise TrainingError(
                 f"bucket.reduce: got values of shape {tuple(values.shape)}; needs {tuple(self._flat.shape)}"
             )
@@ -173,6 +175,10 @@ class ChainedWork:
         wait(self.work)
         return self._then()
 
+    def then(self, function: Callable[[Any], torch.Tensor | None]) -> ChainedWork:
+        """A handle of the same Work, whose result is the function of this one's."""
+        return ChainedWork(self.work, lambda: function(self._then()))
+
 
 def average_some(gradients: Sequence[torch.Tensor], comm: Communicator) -> ChainedWork:
     """Starts to average some of a bucket's gradients, of one dtype, and leaves the others as they are."""
@@ -203,6 +209,25 @@ def result_of(handle: Handle, wait: Callable[[Work], None] = plain_wait) -> torc
     values = handle.wait(wait) if isinstance(handle, ChainedWork) else handle.wait()
     values = values[0] if isinstance(values, list) else values
     return None if values is None else values.view(-1)
+
+
+def sized_result(
+    handle: Handle, flat: torch.Tensor, shard: torch.Tensor | None = None, wait: Callable[[Work], None] = plain_wait
+) -> torch.Tensor:
+    """Waits as `result_of` does; returns the bucket where the result lies in it. Raises TrainingError for another size.
+
+    flat: the bucket.
+    shard: this rank's part, of which a hook may give the mean alone; None in DDP.
+    """
+    found = result_of(handle, wait)
+    if found is None:
+        return flat
+    if found.numel() != flat.numel() and (shard is None or found.numel() != shard.numel()):
+        or_shard = "" if shard is None else f", or the {shard.numel()} of this rank's shard"
+        raise TrainingError(
+            f"the communication hook's result has {found.numel()} elements; needs the bucket's {flat.numel()}{or_shard}"
+        )
+    return found
 
 
 def completed(values: torch.Tensor | None = None) -> Handle:

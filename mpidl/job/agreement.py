@@ -4,7 +4,7 @@
     rank 1   action() raises                 every rank raises; the error names the ranks on which it failed
 
     check_everywhere   a check that may fail on some ranks        refuse_everywhere  a problem that some ranks found
-    together           an action of all ranks                     on_rank_0          an action of rank 0
+    run_everywhere     an action of all ranks                     on_rank_0          an action of rank 0
     is_anywhere        a flag: is it set on any rank?             agree_or_exit      of programs: one line, and exit
 
 Each is one or two small collectives, which every rank must call. What they run must communicate nothing: a rank that
@@ -50,8 +50,8 @@ def check_everywhere(comm: Communicator, check: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]
 
 
-def together(comm: Communicator, action: Callable[[], Result]) -> Result:
-    """Returns `action()`; what it raises on any rank is the same error on every rank. Collective.
+def run_everywhere(comm: Communicator, action: Callable[[], Result]) -> Result:
+    """Returns `action()`; if it raises on any rank, raises one error, the same on every rank. Collective.
 
     An exception of a class that is not in `mpidl.errors` becomes a CheckpointError, also on the rank itself.
     """
@@ -62,14 +62,12 @@ def together(comm: Communicator, action: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]
 
 
-def on_rank_0(
-    comm: Communicator, action: Callable[[], Result], otherwise: type[MpidlError] = CheckpointError
-) -> Result:
-    """Returns rank 0's `action()`, or raises its error as `together` does, on every rank. Collective.
+def on_rank_0(comm: Communicator, action: Callable[[], Result], fallback: type[MpidlError] = CheckpointError) -> Result:
+    """Returns rank 0's `action()`, or raises its error as `run_everywhere` does, on every rank. Collective.
 
-    otherwise: what an exception of a class that is not in `mpidl.errors` becomes.
+    fallback: what an exception of a class that is not in `mpidl.errors` becomes.
     """
-    result, failure, cause = attempt(action, otherwise) if comm.rank == 0 else (None, None, None)
+    result, failure, cause = attempt(action, fallback) if comm.rank == 0 else (None, None, None)
     result, failure = broadcast_pickled(comm, (result, failure))
     if failure is not None:
         raise _CLASSES[failure[0]](failure[1]) from cause
@@ -131,23 +129,23 @@ def first_problem(comm: Communicator, problem: str | None) -> tuple[int, str]:
 
 
 def attempt(
-    action: Callable[[], Result], otherwise: type[MpidlError] = CheckpointError
+    action: Callable[[], Result], fallback: type[MpidlError] = CheckpointError
 ) -> tuple[Result | None, Failure | None, BaseException | None]:
     """Returns the result, or what to tell the other ranks and the exception itself."""
     try:
         return action(), None, None
     except Exception as error:
-        return None, failure_of(error, otherwise), error
+        return None, failure_of(error, fallback), error
 
 
-def failure_of(error: BaseException, otherwise: type[MpidlError] = CheckpointError) -> Failure:
-    """Returns what to tell the other ranks of an exception. otherwise: what one becomes that is not of this package."""
+def failure_of(error: BaseException, fallback: type[MpidlError] = CheckpointError) -> Failure:
+    """Returns what to tell the other ranks of an exception. fallback: what one becomes that is not of this package."""
     if isinstance(error, OSError):
         # The system's own text begins with a number and ends with the path.
         where = f"{error.filename}: " if error.filename else ""
-        return otherwise.__name__, f"{where}{error.strerror or error}"
+        return fallback.__name__, f"{where}{error.strerror or error}"
     name = type(error).__name__
-    return (name, str(error)) if name in _CLASSES else (otherwise.__name__, f"{name}: {error}")
+    return (name, str(error)) if name in _CLASSES else (fallback.__name__, f"{name}: {error}")
 
 
 def error_of(failures: Sequence[Failure | None]) -> MpidlError | None:

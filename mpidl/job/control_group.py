@@ -18,7 +18,7 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 def cpu_quota() -> float | None:
-    """Cores that it may use at a time; None where there is no limit."""
+    """Returns the number of cores that the group may use at a time; None without a limit."""
     limits = []
     for folder in _folders("cpu"):
         with contextlib.suppress(OSError, ValueError):  # another version's, or no limit
@@ -31,7 +31,7 @@ def cpu_quota() -> float | None:
 
 
 def memory_limit() -> int | None:
-    """Bytes that it may use; None where there is no limit. Version 1 gives a number past any machine's in its place."""
+    """Returns the bytes that the group may use; None without a limit. Version 1 has a huge number in place of none."""
     limits = []
     for folder in _folders("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -41,7 +41,7 @@ def memory_limit() -> int | None:
 
 
 def killed_for_memory() -> int:
-    """The number of its processes that the kernel has killed so far, as memory ran out."""
+    """Returns how many of the group's processes the kernel has killed so far for want of memory."""
     for folder in _folders("memory"):
         for name in ("memory.events", "memory.oom_control"):
             with contextlib.suppress(OSError, ValueError, IndexError):

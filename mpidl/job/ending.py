@@ -51,36 +51,38 @@ BACKGROUND_ERRORS: dict[Path, tuple[Communicator, str]] = {}  # by the directory
 def end_job_with_any_rank(comm: Communicator) -> None:
     """Takes over the hooks for uncaught exceptions, SIGINT where Python has it, and sys.exit. Collective."""
     ending = _Ending(comm)
-    sys.excepthook = ending.of_program
-    threading.excepthook = ending.of_thread
+    sys.excepthook = ending.on_uncaught_exception
+    threading.excepthook = ending.on_uncaught_exception_in_thread
     exit_status.watch_sys_exit()
     if threading.current_thread() is threading.main_thread():
-        ending.listen()
-        _end_by_hangup()
+        ending.end_on_interrupt()
+        _restore_hangup_handler()
 
 
 class _Ending:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._page = comm.pages(DIGEST)
-        self._said: torch.Tensor | None = None
+        self._message_digest: torch.Tensor | None = None
         try:
             self._page.reserve(0, DIGEST)
-            self._said = self._page.tensor(0, DIGEST, torch.uint8)
+            self._message_digest = self._page.tensor(0, DIGEST, torch.uint8)
         except OperationError:  # then every rank says what it has to say
             pass
         self._noticed_at = 0.0  # by time.monotonic(): when Python last called the handler
-        self._writing: int | None = None
+        self._wakeup_pipe: int | None = None
 
-    def of_program(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """sys.excepthook."""
+    def on_uncaught_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Ends the job with an exception that no one caught; is sys.excepthook."""
         if issubclass(kind, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # one is enough
             self._interrupted()
         self._failed(kind, error, trace, "")
 
-    def of_thread(self, failure: threading.ExceptHookArgs) -> None:
-        """threading.excepthook: the thread's work is not done, and other ranks may wait for it."""
+    def on_uncaught_exception_in_thread(self, failure: threading.ExceptHookArgs) -> None:
+        """Ends the job with an exception in a thread, whose work other ranks may wait for; is threading.excepthook."""
         if failure.exc_type is SystemExit or failure.exc_value is None:
             return
         name = failure.thread.name if failure.thread else "a thread"
@@ -90,33 +92,33 @@ class _Ending:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, where: str
     ) -> NoReturn:
         text = "".join(traceback.format_exception(kind, error, trace))
-        if self._has_news("".join(traceback.format_exception_only(kind, error))):
+        if self._is_first_to_say("".join(traceback.format_exception_only(kind, error))):
             print_to_stderr(f"mpidl: rank {self._comm.rank} of {self._comm.size}{where} ends the job: {text}")
         _end(self._comm, 1)
 
     def _interrupted(self) -> NoReturn:
-        if self._has_news("interrupted"):
+        if self._is_first_to_say("interrupted"):
             print_to_stderr(f"mpidl: rank {self._comm.rank} of {self._comm.size} ends the job: interrupted\n")
             _end(self._comm, INTERRUPTED)
         time.sleep(10 * PASS_ON_S)  # the one that has said so ends all
         _end(self._comm, INTERRUPTED)
 
-    def _has_news(self, text: str) -> bool:
+    def _is_first_to_say(self, text: str) -> bool:
         """Returns whether no other rank of this node has said the same as the first of them."""
         mine = torch.frombuffer(bytearray(digest(text)), dtype=torch.uint8)
-        if self._said is None:
+        if self._message_digest is None:
             return True
         if self._page.claim():
-            self._said.copy_(mine)
+            self._message_digest.copy_(mine)
             return True
         deadline = time.monotonic() + PASS_ON_S
-        while not self._said.any() and time.monotonic() < deadline:
+        while not self._message_digest.any() and time.monotonic() < deadline:
             time.sleep(0.001)  # the first one is about to write it
-        return not torch.equal(self._said, mine)
+        return not torch.equal(self._message_digest, mine)
 
     # ---- interrupts ---------------------------------------------------------------------------------------------
 
-    def listen(self) -> None:
+    def end_on_interrupt(self) -> None:
         """Ends the job at an interrupt that Python does not notice, as its main thread waits in MPI for other ranks.
 
         The byte that the C-level handler writes comes through all the same, and a thread reads it. A program that
@@ -133,35 +135,37 @@ class _Ending:
             os.close(reading)
             os.close(writing)
             return
-        self._writing = writing
-        signal.signal(signal.SIGINT, self._notice)
-        threading.Thread(target=self._wait, args=(reading,), name="mpidl-interrupt", daemon=True).start()
+        self._wakeup_pipe = writing
+        signal.signal(signal.SIGINT, self._on_interrupt)
+        threading.Thread(
+            target=self._end_at_unnoticed_interrupts, args=(reading,), name="mpidl-interrupt", daemon=True
+        ).start()
 
-    def do_not_listen(self) -> None:
+    def forget_interrupts(self) -> None:
         """Stops listening in a forked child, whose bytes would come to its parent."""
-        if self._writing is not None and (other := signal.set_wakeup_fd(-1)) != self._writing:
+        if self._wakeup_pipe is not None and (other := signal.set_wakeup_fd(-1)) != self._wakeup_pipe:
             signal.set_wakeup_fd(other)  # another library's
-        self._writing = None
+        self._wakeup_pipe = None
 
-    def _notice(self, number: int, frame: FrameType | None) -> NoReturn:
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> NoReturn:
         # Without a lock, as Event has one: the handler of an interrupt before could hold it.
         self._noticed_at = time.monotonic()
         raise KeyboardInterrupt
 
-    def _stands(self) -> bool:
-        return signal.getsignal(signal.SIGINT) == self._notice
+    def _handler_is_ours(self) -> bool:
+        return signal.getsignal(signal.SIGINT) == self._on_interrupt
 
-    def _wait(self, reading: int) -> None:
+    def _end_at_unnoticed_interrupts(self, reading: int) -> None:
         since = 0.0
         while received := os.read(reading, 64):
             if signal.SIGINT not in received:
                 continue
-            if self._stands() and not self._is_noticed(since) and self._stands():
+            if self._handler_is_ours() and not self._is_noticed(since) and self._handler_is_ours():
                 self._interrupted()
-            more = True
-            while more:  # of interrupts that came meanwhile, for which Python has called the handler once
+            has_bytes = True
+            while has_bytes:  # of interrupts that came meanwhile, for which Python has called the handler once
                 since = time.monotonic()  # what comes from now on may be noticed before its byte is read
-                more = bool(select.select([reading], [], [], 0)[0] and os.read(reading, 64))
+                has_bytes = bool(select.select([reading], [], [], 0)[0] and os.read(reading, 64))
 
     def _is_noticed(self, since: float) -> bool:
         """Returns whether Python has called the handler since then, or calls it within a while."""
@@ -171,7 +175,7 @@ class _Ending:
         return self._noticed_at > since
 
 
-def _end_by_hangup() -> None:
+def _restore_hangup_handler() -> None:
     """Gives SIGHUP its meaning back, also that of nohup: UCX, which MPI libraries use, takes it when it is loaded.
 
     A program without mpirun would go on for ever when its terminal is closed.
@@ -206,10 +210,10 @@ def _remove_handlers() -> None:
     BACKGROUND_ERRORS.clear()
     if isinstance(getattr(sys.excepthook, "__self__", None), _Ending):
         sys.excepthook = sys.__excepthook__
-    ours = getattr(threading.excepthook, "__self__", None)
-    if isinstance(ours, _Ending):
+    hook_owner = getattr(threading.excepthook, "__self__", None)
+    if isinstance(hook_owner, _Ending):
         threading.excepthook = threading.__excepthook__
-        ours.do_not_listen()
+        hook_owner.forget_interrupts()
 
 
 if hasattr(os, "register_at_fork"):

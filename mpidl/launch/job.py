@@ -32,27 +32,28 @@ from .streams import Stream
 _RANK = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
-_POLITE = 5.0  # seconds between asking processes to end and ending them
-_NEW = 10.0  # seconds in which a process may still become a rank: its environment is the parent's until it calls exec
+_TERM_GRACE_S = 5.0  # seconds between asking processes to end and ending them
+# Seconds in which a process may still become a rank: its environment is the parent's until it calls exec.
+_MAY_BECOME_RANK_S = 10.0
 
 
 class Job:
     """A running command. Its standard input is empty, and its output passes through this process.
 
-    came_to: the checkpoint to which former runs of it have come, which it finds in `MPIDL_CAME_TO`.
+    newest_checkpoint: the newest checkpoint of earlier runs; the command finds it in `MPIDL_CAME_TO`.
     """
 
-    def __init__(self, command: Sequence[str], came_to: str | None = None) -> None:
+    def __init__(self, command: Sequence[str], newest_checkpoint: str | None = None) -> None:
         self.token = secrets.token_hex(8)
         # Until when each process is looked at, which is no rank so far; those that ran before the job are none of it.
-        self._others = dict.fromkeys(_processes(), -math.inf)
-        self._unmapped: set[int] = set()  # ranks of which no memory of the MPI library has been seen yet
+        self._non_ranks = dict.fromkeys(_processes(), -math.inf)
+        self._ranks_without_memory: set[int] = set()  # ranks of which no memory of the MPI library has been seen yet
         self._segments: set[str] = set()  # files that ranks have mapped, and so the job's own
         self._killed_before = killed_for_memory()
         # This process is not part of MPI, and said so to mpi4py by a variable that ranks must not see.
         environment = {name: value for name, value in os.environ.items() if name != "MPI4PY_RC_INITIALIZE"}
-        if came_to is not None:
-            environment[NEWEST_CHECKPOINT] = came_to
+        if newest_checkpoint is not None:
+            environment[NEWEST_CHECKPOINT] = newest_checkpoint
         self.report = Report(Witness(self.token))
         # MPICH tells on standard output which process was killed.
         self._streams = [Stream(pty.STDERR_FILENO), Stream(pty.STDOUT_FILENO)]
@@ -60,8 +61,8 @@ class Job:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stderr=self._streams[0].entrance,
-                stdout=self._streams[1].entrance,
+                stderr=self._streams[0].write_end,
+                stdout=self._streams[1].write_end,
                 env={**environment, JOB: self.token},
                 start_new_session=True,
                 preexec_fn=_end_with_parent,
@@ -85,25 +86,25 @@ class Job:
 
     def poll(self) -> int | None:
         """Returns the command's status, None while it runs, and takes note of its ranks."""
-        self.report.look()
+        self.report.refresh()
         now = time.monotonic()
-        known, self._others = self._others, {}
+        known, self._non_ranks = self._non_ranks, {}
         for pid in _processes():
             if pid in self.report.ranks:
                 continue
-            until = known.get(pid, now + _NEW)
-            if now < until and self._is_mine(variables := _environment(pid)):
+            until = known.get(pid, now + _MAY_BECOME_RANK_S)
+            if now < until and self._is_of_this_job(variables := _environment(pid)):
                 rank = next((variables[name] for name in _RANK if name in variables), "")
                 if rank.isdigit():
                     self.report.ranks[pid] = int(rank)
                     self.report.watch(pid)
-                    self._unmapped.add(pid)
+                    self._ranks_without_memory.add(pid)
                     continue
-                until = now + _NEW  # a launcher: it may start ranks at any time
-            self._others[pid] = until
-        for pid in list(self._unmapped):
+                until = now + _MAY_BECOME_RANK_S  # a launcher: it may start ranks at any time
+            self._non_ranks[pid] = until
+        for pid in list(self._ranks_without_memory):
             if files := mapped(pid, needed=True):
-                self._unmapped.discard(pid)
+                self._ranks_without_memory.discard(pid)
                 self._segments.update(path for path, named in files.items() if named)
         return self._process.poll()
 
@@ -137,7 +138,7 @@ class Job:
         if self._process.poll() is None:
             self._signal_group(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_POLITE)
+                self._process.wait(_TERM_GRACE_S)
             self._signal_group(signal.SIGKILL)
             self._process.wait()
         deadline = time.monotonic() + 1  # the launcher's helpers take a moment
@@ -147,7 +148,7 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 found.append(f"process {pid}")
-        deadline = time.monotonic() + _POLITE
+        deadline = time.monotonic() + _TERM_GRACE_S
         while self._processes() and time.monotonic() < deadline:
             time.sleep(0.05)
         self.report.close()
@@ -160,7 +161,7 @@ class Job:
         # Open MPI's launcher keeps a directory for each job, and one that gives up or is killed leaves it.
         shutil.rmtree(Path(tempfile.gettempdir()) / f"ompi.{self._process.pid}", ignore_errors=True)
         for stream in self._streams:
-            stream.join(_POLITE)
+            stream.join(_TERM_GRACE_S)
         return found
 
     def _signal_group(self, number: int) -> None:
@@ -169,9 +170,9 @@ class Job:
 
     def _processes(self) -> list[int]:
         """Lists the job's running processes; one that has ended but was not waited for has no environment."""
-        return [pid for pid in _processes() if self._is_mine(_environment(pid))]
+        return [pid for pid in _processes() if self._is_of_this_job(_environment(pid))]
 
-    def _is_mine(self, variables: dict[str, str]) -> bool:
+    def _is_of_this_job(self, variables: dict[str, str]) -> bool:
         return variables.get(JOB) == self.token
 
 
@@ -199,6 +200,6 @@ def _starts_ranks(pid: int) -> bool:
 
 
 def _end_with_parent() -> None:
-    """Has a new process get SIGTERM if its parent is killed, which would no longer end or restart the job."""
+    """Makes the kernel send SIGTERM to a new process when its parent dies, as nothing would end the job then."""
     with contextlib.suppress(AttributeError):
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,6 +1,6 @@
 """Cause of a job's end in one line, from its status, its output, the ends of its processes and the ranks' positions.
 
-    while it runs   `look`: which process is which rank, and which processes have ended, in their order
+    while it runs   `refresh`: which process is which rank, and which processes have ended, in their order
     once it ended   `close`: where the ranks were, from the pages of their positions (`collectives.diagnostics`)
     then            `cause`: the first of these that exists: a rank's line, the watchdog's, the launcher's, the status;
                     where a rank's line says that another rank's memory is gone, how that rank ended
@@ -8,7 +8,7 @@
 When a rank is killed its launcher kills the others, and MPICH's then names any of them. The system reports the ends of
 processes in their order, and keeps the order until it is asked (epoll on descriptors of processes):
 
-    rank 1 is killed -> mpirun kills ranks 0 and 2 -> `look`: 1, 0, 2
+    rank 1 is killed -> mpirun kills ranks 0 and 2 -> `refresh`: 1, 0, 2
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Report:
         self._open = getattr(os, "pidfd_open", None)
         self._ready = select.epoll() if self._open and hasattr(select, "epoll") else None
         self._watched: dict[int, int] = {}  # process ids by descriptors
-        self._ended: dict[int, float] = {}  # in their order, with the time by which they had ended
-        self._unlooked: deque[tuple[int, float]] = deque()  # those of them that `unheeded` has not looked at
-        self._unheeded = ""  # what it has found
+        self._end_times: dict[int, float] = {}  # in their order, with the time by which they had ended
+        self._ends_to_check: deque[tuple[int, float]] = deque()  # those that `status_if_launcher_hangs` has not seen
+        self._hang_in_words = ""  # what it has found
 
     def watch(self, process: int) -> None:
         """Waits for the end of a process from now on."""
@@ -79,34 +79,34 @@ class Report:
                 self._watched[number] = process
                 self._ready.register(number, select.EPOLLIN)
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Takes note of new ranks, and of processes that have ended."""
         if self._witness is not None:
             self._witness.look()
             self.processes = self._witness.processes
         for number, _ in self._ready.poll(0) if self._watched and self._ready is not None else ():
             process, now = self._watched.pop(number), time.monotonic()
-            self._ended[process] = now
-            self._unlooked.append((process, now))
+            self._end_times[process] = now
+            self._ends_to_check.append((process, now))
             os.close(number)
 
-    def unheeded(self) -> int | None:
-        """Returns the job's exit status where its launcher goes on though a signal has ended a rank a while ago.
+    def status_if_launcher_hangs(self) -> int | None:
+        """Returns the job's exit status if a signal ended a rank a while ago and the launcher goes on; else None.
 
         Intel MPI's launcher does so where the rank has not initialised MPI yet, for which the others wait. Only ranks
         on this machine are seen, with Linux; each is looked at once. `cause` tells of it.
         """
         until = time.monotonic() - UNHEEDED
-        while self._unlooked and self._unlooked[0][1] < until:
-            process, _ = self._unlooked.popleft()
-            number = self._signal_of_lost(process)
+        while self._ends_to_check and self._ends_to_check[0][1] < until:
+            process, _ = self._ends_to_check.popleft()
+            number = self._signal_of_unstarted_rank(process)
             if number:
-                told = f"rank {self.ranks[process]} was ended by {_name(number)}"
-                self._unheeded = f"{told} before it had initialised MPI, and its launcher did not end the job"
+                told = f"rank {self.ranks[process]} was ended by {_signal_name(number)}"
+                self._hang_in_words = f"{told} before it had initialised MPI, and its launcher did not end the job"
                 return 128 + number
         return None
 
-    def _signal_of_lost(self, process: int) -> int:
+    def _signal_of_unstarted_rank(self, process: int) -> int:
         """The signal that ended a rank which had not initialised MPI and which its launcher has not waited for; or 0.
 
         A process that a rank has started bears the rank's variables too: its parent is a rank, or is gone.
@@ -122,7 +122,7 @@ class Report:
 
     def close(self) -> None:
         """Looks a last time and closes the descriptors; the facts stay."""
-        self.look()
+        self.refresh()
         if self._witness is not None:
             self.groups = self._witness.groups()
             self._witness.close()
@@ -136,12 +136,12 @@ class Report:
 
     # ---- the rank that ended first, and where it was ------------------------------------------------------------
 
-    def first(self, process: int, among: Container[int]) -> int:
+    def first_to_end(self, process: int, among: Container[int]) -> int:
         """Returns the first to end of `among`, of those that ended together with this process; else this one."""
-        since = self._ended.get(process, math.inf) - TOGETHER
-        return next((pid for pid, ended in self._ended.items() if ended > since and pid in among), process)
+        since = self._end_times.get(process, math.inf) - TOGETHER
+        return next((pid for pid, ended in self._end_times.items() if ended > since and pid in among), process)
 
-    def rank(self, process: int, node: str) -> int | None:
+    def rank_of_first(self, process: int, node: str) -> int | None:
         """The rank that ended first, where the launcher names this process; None: not known.
 
         The launcher may call the node by another name than the rank does. MPICH's may name a process that it has ended
@@ -151,7 +151,7 @@ class Report:
         there = [rank for rank, name in found.items() if name.split(".")[0] == node.split(".")[0]]
         named = next(iter(there or (found if len(found) == 1 else ())), None)
         here = self._ranks_here()
-        return here.get(self.first(process, here)) if named is None or here.get(process) == named else named
+        return here.get(self.first_to_end(process, here)) if named is None or here.get(process) == named else named
 
     def last_seen(self, rank: int) -> str:
         """Tells which operation a rank was in and which ranks waited for it, after "rank 1"; empty if nothing is known.
@@ -160,15 +160,17 @@ class Report:
         most operations; of a rank on another node, any.
         """
         known = [group for group in self.groups if rank in group] or self.groups
-        known = [group for group in known if any(there.number or there.message for there in group.values())]
+        known = [group for group in known if any(position.number or position.message for position in group.values())]
         if not known:
             return ""
         group = max(known, key=lambda group: (len(_waiting(rank, group)), max(p.number for p in group.values())))
         together: dict[str, list[int]] = {}
-        for other, there in sorted(_waiting(rank, group).items()):
-            together.setdefault(there.description, []).append(other)
-        told = [f"{listing(ranks)} {'were' if len(ranks) > 1 else 'was'} {where}" for where, ranks in together.items()]
-        return ", ".join(([f"it was {group[rank].description}"] if rank in group else []) + told)
+        for other, position in sorted(_waiting(rank, group).items()):
+            together.setdefault(position.description, []).append(other)
+        waiting = [
+            f"{listing(ranks)} {'were' if len(ranks) > 1 else 'was'} {where}" for where, ranks in together.items()
+        ]
+        return ", ".join(([f"it was {group[rank].description}"] if rank in group else []) + waiting)
 
     # ---- why it ended -------------------------------------------------------------------------------------------
 
@@ -177,19 +179,19 @@ class Report:
 
         killed_for_memory: True if the kernel has killed a process of this control group meanwhile, as memory ran out.
         """
-        said = _said_by_a_rank(lines)
-        gone = _GONE.search(said)
-        said = (gone and self._end_of(int(gone[1]), lines)) or said
-        said = self._unheeded or said or _said_by_the_watchdog(lines) or self._said_by_the_launcher(lines)
-        said = said or ": ".join(filter(None, [_meaning(status), _said_by_all(status, lines)]))
+        cause = _said_by_a_rank(lines)
+        out_of_reach = _GONE.search(cause)
+        cause = (out_of_reach and self._describe_end_of(int(out_of_reach[1]), lines)) or cause
+        cause = self._hang_in_words or cause or _said_by_the_watchdog(lines) or self._said_by_the_launcher(lines)
+        cause = cause or ": ".join(filter(None, [_status_in_words(status), _said_by_all(status, lines)]))
         if killed_for_memory:
-            said += "; the kernel has killed a process because memory ran out"
-        return f"status {status}: {said}" if said else f"status {status}"
+            cause += "; the kernel has killed a process because memory ran out"
+        return f"status {status}: {cause}" if cause else f"status {status}"
 
-    def _end_of(self, process: int, lines: Sequence[str]) -> str:
+    def _describe_end_of(self, process: int, lines: Sequence[str]) -> str:
         """Tells of the rank with this process, which another one missed; empty if it was not the first to end."""
         here = self._ranks_here()
-        if process not in here or process not in self._ended or self.first(process, here) != process:
+        if process not in here or process not in self._end_times or self.first_to_end(process, here) != process:
             return ""
         told = f"rank {here[process]} ended before the others"
         return self._said_by_the_launcher(lines) or ": ".join(filter(None, [told, self.last_seen(here[process])]))
@@ -211,20 +213,20 @@ class Report:
                 number = _SIGNALS.get(ended.removesuffix(" (core dumped)"))
                 rank = int(ranks) if ranks.isdigit() else None
                 who = f"ranks {ranks}" if rank is None else f"rank {ranks}"
-                what = f"{who} on {node}: {f'ended by {_name(number)}' if number else ended}"
+                what = f"{who} on {node}: {f'ended by {_signal_name(number)}' if number else ended}"
             else:
                 if open_mpi := _OPEN_MPI.search(line):
                     rank, node, end = int(open_mpi[1]), open_mpi[2], _OPEN_MPI_END
                     who = f"rank {rank}"
                 elif hydra := _HYDRA_PID.match(line):
                     node, end = hydra[3], _HYDRA_END
-                    rank = int(hydra[1]) if hydra[1] else self.rank(int(hydra[2]), node)
+                    rank = int(hydra[1]) if hydra[1] else self.rank_of_first(int(hydra[2]), node)
                     who = f"process {hydra[2]}" if rank is None else f"rank {rank}"
                 else:
                     continue
                 if not (signalled := end.search("\n".join(lines[index:]))):
                     continue
-                what = f"{who} on {node} was ended by {_name(int(signalled[1]))}"
+                what = f"{who} on {node} was ended by {_signal_name(int(signalled[1]))}"
             return ": ".join(filter(None, [what, "" if rank is None else self.last_seen(rank)]))
         return ""
 
@@ -239,13 +241,13 @@ class Report:
         """
         rank, process, node, number = next((end for end in ends if end[3] != signal.SIGKILL), ends[0])
         if number == signal.SIGKILL and len(ends) > 1:
-            first = self.rank(process, node)
+            first = self.rank_of_first(process, node)
             if first is None:
-                return f"ranks on {node} were ended by {_name(number)}"
+                return f"ranks on {node} were ended by {_signal_name(number)}"
             if first not in {end[0] for end in ends}:
                 return ": ".join(filter(None, [f"rank {first} ended before the others", self.last_seen(first)]))
             rank = first
-        told = f"rank {rank} on {node} was ended by {_name(number)}"
+        told = f"rank {rank} on {node} was ended by {_signal_name(number)}"
         return ": ".join(filter(None, [told, self.last_seen(rank)]))
 
 
@@ -279,8 +281,8 @@ def _said_by_a_rank(lines: Sequence[str]) -> str:
 def _said_by_the_watchdog(lines: Sequence[str]) -> str:
     operation = next((found[1] for found in map(_WAITED.match, lines) if found), "")
     told = ([found.expand(how) for found in map(reason.match, lines) if found] for reason, how in _REASONS.items())
-    why = next(filter(None, told), ["what hangs in it"])
-    return f"waited in vain in {operation} for {'; '.join(dict.fromkeys(why))}" if operation else ""
+    why = next(filter(None, told), ["a rank that hangs"])
+    return f"waited without end in {operation} for {'; '.join(dict.fromkeys(why))}" if operation else ""
 
 
 def _said_by_all(status: int, lines: Sequence[str]) -> str:
@@ -289,15 +291,15 @@ def _said_by_all(status: int, lines: Sequence[str]) -> str:
     return errors[-1] if errors and status in (1, 2) else ""
 
 
-def _meaning(status: int) -> str:
+def _status_in_words(status: int) -> str:
     if status == STOPPED:
         return "was asked to stop, and can go on"
     if status == 2:
         return "the command was used wrongly"
-    return f"ended by {_name(status - 128)}" if 128 < status < 128 + signal.NSIG else ""
+    return f"ended by {_signal_name(status - 128)}" if 128 < status < 128 + signal.NSIG else ""
 
 
-def _name(number: int) -> str:
+def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -17,33 +17,33 @@ import threading
 from collections import deque
 
 _KEPT = 400  # lines
-_PIECE = 1 << 16  # bytes
-_SIZE = 8  # bytes of a struct winsize
+_READ_BYTES = 1 << 16  # bytes
+_WINSIZE_BYTES = 8  # bytes of a struct winsize
 _OUTPUT = 1  # index of the output flags in termios' attributes
 
 
 class Stream:
-    """Passes on to the descriptor `target`, in a thread. entrance: the descriptor for the command to write to.
+    """Passes on to the descriptor `target`, in a thread. write_end: the descriptor for the command to write to.
 
-    To be followed by `begin`, once the command has the entrance.
+    To be followed by `begin`, once the command has the write end.
     """
 
     def __init__(self, target: int) -> None:
         self._target = target
         self._lines: deque[str] = deque(maxlen=_KEPT)
-        self._begun = b""  # a line of which the end is still to come
-        self._exit, self.entrance = _terminal(target) if os.isatty(target) else os.pipe()
+        self._partial_line = b""  # a line of which the end is still to come
+        self._read_end, self.write_end = _terminal(target) if os.isatty(target) else os.pipe()
         self._thread = threading.Thread(target=self._pass_on, daemon=True)
 
     def begin(self) -> None:
-        """Starts to pass on; ends by itself when no process has the entrance any more."""
-        os.close(self.entrance)
+        """Starts to pass on; ends by itself when no process has the write end any more."""
+        os.close(self.write_end)
         self._thread.start()
 
     def close(self) -> None:
         """Closes both ends, in place of `begin`, if the command could not be started."""
-        os.close(self.entrance)
-        os.close(self._exit)
+        os.close(self.write_end)
+        os.close(self._read_end)
 
     def join(self, seconds: float) -> None:
         """Waits for the end, at most so long."""
@@ -52,18 +52,18 @@ class Stream:
     @property
     def lines(self) -> list[str]:
         """Last lines of the output."""
-        return [*self._lines, self._begun.decode(errors="replace")] if self._begun else list(self._lines)
+        return [*self._lines, self._partial_line.decode(errors="replace")] if self._partial_line else list(self._lines)
 
     def _pass_on(self) -> None:
-        # Reading fails where a terminal has no writer left. Writing fails where the reader is gone: then the entrance
+        # Reading fails where a terminal has no writer left. Writing fails where the reader is gone: then the write end
         # is closed, so that the command gets the error that it would get without this process.
         with contextlib.suppress(OSError):
-            while piece := os.read(self._exit, _PIECE):
-                *whole, begun = (self._begun + piece).split(b"\n")
+            while piece := os.read(self._read_end, _READ_BYTES):
+                *whole, begun = (self._partial_line + piece).split(b"\n")
                 self._lines.extend(line.decode(errors="replace").rstrip("\r") for line in whole)
-                self._begun = begun[begun.rfind(b"\r", 0, -1) + 1 :]  # progress bars write the same line anew
+                self._partial_line = begun[begun.rfind(b"\r", 0, -1) + 1 :]  # progress bars write the same line anew
                 self._write(piece)
-        os.close(self._exit)
+        os.close(self._read_end)
 
     def _write(self, piece: bytes) -> None:
         """Writes to the target. Drops output to a closed terminal, so that the job goes on, to save and to stop."""
@@ -84,5 +84,5 @@ def _terminal(like: int) -> tuple[int, int]:
     settings = termios.tcgetattr(follower)
     settings[_OUTPUT] &= ~termios.OPOST
     termios.tcsetattr(follower, termios.TCSANOW, settings)
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, fcntl.ioctl(like, termios.TIOCGWINSZ, bytes(_SIZE)))
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, fcntl.ioctl(like, termios.TIOCGWINSZ, bytes(_WINSIZE_BYTES)))
     return leader, follower

@@ -28,8 +28,8 @@ from .command import ranks_of, with_ranks
 from .job import Job
 from .report import status_of
 
-_LOOK = 0.05  # seconds
-_AFTER_INTERRUPT = 5.0  # seconds that a job has to end after an interrupt
+_POLL_S = 0.05  # seconds
+_INTERRUPT_GRACE_S = 5.0  # seconds that a job has to end after an interrupt
 _STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
@@ -39,10 +39,10 @@ class RestartPlan:
 
     checkpoint: the directory in which the command saves; None: progress is not known.
     patience: runs in a row without a newer checkpoint.
-    backoff, longest: seconds of the first pause, and at most.
-    ranks: of the first restart, the second, ...; the last one holds from there on.
+    backoff, longest_backoff: seconds of the first pause, and at most.
+    ranks_on_restart: of the first restart, the second, ...; the last one holds from there on.
     min_ranks: after a run without a newer checkpoint one rank fewer, down to this.
-    divided: then only numbers of ranks that divide this one, such as a global batch.
+    ranks_divide: then only numbers of ranks that divide this one, such as a global batch.
     """
 
     command: Sequence[str]
@@ -50,10 +50,10 @@ class RestartPlan:
     max_restarts: int = 3
     patience: int = 3
     backoff: float = 1.0
-    longest: float = 60.0
-    ranks: Sequence[int] = ()
+    longest_backoff: float = 60.0
+    ranks_on_restart: Sequence[int] = ()
     min_ranks: int | None = None
-    divided: int | None = None
+    ranks_divide: int | None = None
 
 
 @dataclass
@@ -81,16 +81,16 @@ class Supervisor:
         self._plan = plan
         self.runs: list[RunResult] = []
         self._job: Job | None = None
-        self._asked: signal.Signals | None = None
+        self._stop_signal: signal.Signals | None = None
         self._deadline: float | None = None
-        if plan.ranks or plan.min_ranks is not None:
+        if plan.ranks_on_restart or plan.min_ranks is not None:
             with_ranks(plan.command, 1)  # raises UsageError if the command does not say how many
 
     def run(self) -> int:
         """Runs the job to its end and returns the exit status: 0, the last run's, or 75 if it was asked to stop."""
         with self._signals():
             while True:
-                run = self._once()
+                run = self._run_once()
                 restarts = len(self.runs) - 1
                 if run.status == 0:
                     if restarts:
@@ -99,15 +99,15 @@ class Supervisor:
                 why = self._why_not_again(run, restarts)
                 if why:
                     self._say(f"{run.cause}; {why}")
-                    return run.status if self._asked is None else self._status_of_a_stop()
-                pause = min(self._plan.longest, self._plan.backoff * 2 ** max(0, self._without_progress() - 1))
+                    return run.status if self._stop_signal is None else self._status_of_a_stop()
+                pause = min(self._plan.longest_backoff, self._plan.backoff * 2 ** max(0, self._without_progress() - 1))
                 ranks = self._next_ranks()
                 where = f" on {ranks} rank{'s' * (ranks > 1)}" if ranks else ""
                 start = f" from {run.came_to}" if run.came_to else " from the beginning" * bool(self._plan.checkpoint)
                 self._say(f"{run.cause}; restart {restarts + 1} of {self._plan.max_restarts}{where}{start}")
                 self._sleep(pause)
-                if self._asked is not None:
-                    self._say(f"asked to stop by {self._asked.name}")
+                if self._stop_signal is not None:
+                    self._say(f"asked to stop by {self._stop_signal.name}")
                     return self._status_of_a_stop()
 
     def report(self) -> list[dict[str, Any]]:
@@ -116,7 +116,7 @@ class Supervisor:
 
     # ---- one run ----------------------------------------------------------------------------------------------
 
-    def _once(self) -> RunResult:
+    def _run_once(self) -> RunResult:
         ranks = self._next_ranks() if self.runs else ranks_of(self._plan.command)
         given = ranks == ranks_of(self._plan.command) or ranks is None
         command = self._plan.command if given else with_ranks(self._plan.command, ranks or 1)
@@ -128,19 +128,19 @@ class Supervisor:
             self._job = job = Job(command, run.began_at if progress else None)
         except OSError as error:
             raise UsageError(f"{command[0]}: cannot be started: {error.strerror}") from None
-        unheeded: int | None = None
+        hang_status: int | None = None
         try:
-            if self._asked is not None:  # while the job was being started
-                self._ask(job, self._asked)
-            while (returned := job.poll()) is None and (unheeded := job.report.unheeded()) is None:
-                time.sleep(_LOOK)
+            if self._stop_signal is not None:  # while the job was being started
+                self._forward_signal(job, self._stop_signal)
+            while (returned := job.poll()) is None and (hang_status := job.report.status_if_launcher_hangs()) is None:
+                time.sleep(_POLL_S)
                 if self._deadline is not None and time.monotonic() > self._deadline:
                     break
         finally:
             self._job = None
             run.left_behind = job.end()
             self._clean()
-        run.status = unheeded or status_of(128 + signal.SIGINT if returned is None else returned)
+        run.status = hang_status or status_of(128 + signal.SIGINT if returned is None else returned)
         run.seconds = time.monotonic() - begin
         run.came_to, run.number = self._newest()
         if run.status:
@@ -158,8 +158,8 @@ class Supervisor:
 
     def _why_not_again(self, run: RunResult, restarts: int) -> str:
         """Explains why the job is not started again; empty if it is."""
-        if self._asked is not None:
-            return f"asked to stop by {self._asked.name}"
+        if self._stop_signal is not None:
+            return f"asked to stop by {self._stop_signal.name}"
         if run.status == STOPPED:
             return "not started again here"
         if run.status == 2:
@@ -183,11 +183,11 @@ class Supervisor:
     def _next_ranks(self) -> int | None:
         """Chooses the number of ranks of the next run."""
         plan, last = self._plan, self.runs[-1].ranks
-        if plan.ranks:
-            return plan.ranks[min(len(self.runs), len(plan.ranks)) - 1]
+        if plan.ranks_on_restart:
+            return plan.ranks_on_restart[min(len(self.runs), len(plan.ranks_on_restart)) - 1]
         if plan.min_ranks is not None and last is not None and self._without_progress():
             fewer = range(last - 1, plan.min_ranks - 1, -1)
-            return next((ranks for ranks in fewer if not (plan.divided or 0) % ranks), last)
+            return next((ranks for ranks in fewer if not (plan.ranks_divide or 0) % ranks), last)
         return last
 
     def _newest(self) -> tuple[str | None, int]:
@@ -208,7 +208,7 @@ class Supervisor:
         for number, handler in before.items():
             # Under nohup SIGHUP is ignored, and is to be so by the job too. Said anew: UCX takes it when it is loaded.
             spared = number == signal.SIGHUP and handler is signal.SIG_IGN
-            signal.signal(number, signal.SIG_IGN if spared else self._heed)
+            signal.signal(number, signal.SIG_IGN if spared else self._on_signal)
         try:
             yield
         finally:
@@ -217,29 +217,29 @@ class Supervisor:
 
     def _status_of_a_stop(self) -> int:
         """Returns the exit status after a request to stop, also for a job that the signal ended without a save."""
-        return 128 + signal.SIGINT if self._asked is signal.SIGINT else STOPPED
+        return 128 + signal.SIGINT if self._stop_signal is signal.SIGINT else STOPPED
 
-    def _heed(self, number: int, _: Any) -> None:
+    def _on_signal(self, number: int, _: Any) -> None:
         """Passes a request to stop on as SIGUSR1; on SIGTERM some launchers would kill the ranks.
 
         After an interrupt all signals but another interrupt are ignored: a terminal that is closed then sends SIGHUP.
         """
-        again = self._asked is signal.SIGINT
+        again = self._stop_signal is signal.SIGINT
         if again and number != signal.SIGINT:
             return
-        self._asked = signal.Signals(number)
+        self._stop_signal = signal.Signals(number)
         if number == signal.SIGINT:
-            self._deadline = time.monotonic() + (0 if again else _AFTER_INTERRUPT)
+            self._deadline = time.monotonic() + (0 if again else _INTERRUPT_GRACE_S)
         if self._job is not None:
-            self._ask(self._job, self._asked)
+            self._forward_signal(self._job, self._stop_signal)
 
-    def _ask(self, job: Job, asked: signal.Signals) -> None:
+    def _forward_signal(self, job: Job, asked: signal.Signals) -> None:
         job.signal(signal.SIGINT if asked is signal.SIGINT else signal.SIGUSR1)
 
     def _sleep(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        while self._asked is None and (left := end - time.monotonic()) > 0:
-            time.sleep(min(left, _LOOK))
+        while self._stop_signal is None and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _POLL_S))
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the terminal or the reader is gone

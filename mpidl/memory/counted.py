@@ -14,7 +14,7 @@ import torch
 
 from ..ddp import DistributedDataParallel
 from ..ddp.used_gradient import UsedGradient
-from ..tensor.counting import slots_held
+from ..tensor.counting import exchange_bytes
 from ..zero.gradients.sharded_gradient import ShardedGradient
 from .activations import SavedActivations
 from .process import MIB, pss_mib, rss_mib
@@ -75,7 +75,7 @@ def measure(
         rss=int(rss_mib() * MIB),
         pss=int(pss_mib() * MIB),
         offloaded=optimizer.offloaded_bytes() if hasattr(optimizer, "offloaded_bytes") else 0,
-        slots=slots_held(model),
+        slots=exchange_bytes(model),
     )
 
 

@@ -32,7 +32,7 @@ from ..gradients.compression import Compression
 from ..gradients.compression.settings import compression, parameter_compressor
 from ..optim.rank_mean import METHODS
 from ..tensor import Plan
-from ..tensor.counting import outline
+from ..tensor.counting import cut_on_meta
 from ..zero.gradients.buffer_pool import ROTATING
 from ..zero.parameters.units import cut_into_units
 from .optimizer_state import WHOLE, StateBytes, name_of, state_of
@@ -198,7 +198,7 @@ def estimate(
             raise ConfigurationError("unit: got one together with a model, whose own units are known")
         parts = [model]
         if tp > 1:
-            parts = [outline(model, tp, rank, plan) for rank in (range(tp) if tp_rank is None else [tp_rank])]
+            parts = [cut_on_meta(model, tp, rank, plan) for rank in (range(tp) if tp_rank is None else [tp_rank])]
         held = [_of_model(part, dtype, reduced, state, cap) for part in parts]
     else:
         held = [_of_number(model, DTYPES[dtype or "fp32"], reduced, state, cap, unit, tp)]

@@ -4,8 +4,10 @@
     mesh       a Communicator for each axis of it
     groups     the group that an engine takes from it, or the world where that is right
     placement  the axes over which a parameter is cut, and which elements of it a rank holds (`Cut`)
+    whole_tensors  whole tensors of parts that are cut over tp, and back
     experts    the group and the divisor of expert parameters' gradients
     norm       the norm of all gradients, each element of the model once
+    scaler_check  refuses torch's GradScaler for parameters of which ranks hold other parts
 
 Layers are cut over tp by `mpidl.tensor`. For pp, cp and ep a mesh gives the groups, and the program has the layers.
 """

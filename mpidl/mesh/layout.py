@@ -15,8 +15,8 @@ tokens. edp ("expert data parallel") counts the ranks that hold the same experts
 reduced. Experts are cut over tp as other layers are.
 
 Ranks are taken node by node, the last axis fastest. Where groups do not fill nodes evenly, as with tp=2 on nodes of
-three ranks, as many as fit are formed inside nodes, then others across nodes, of the ranks that remain. A single axis
-keeps the order of the world.
+three ranks, as many as fit are formed inside nodes, then others across nodes, of the ranks that remain. A single axis,
+which no shorter ep divides, keeps the order of the world.
 """
 
 from __future__ import annotations
@@ -62,9 +62,11 @@ class Layout:
         Raises UsageError for sizes that do not fit.
         """
         sizes = _completed({"pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep}, len(nodes))
-        inner = sizes["ep"] // sizes["cp"] if sizes["ep"] % sizes["cp"] == 0 else 1  # the part of dp that is in ep
-        factors = (sizes["tp"], sizes["cp"], inner, sizes["dp"] // inner, sizes["pp"])
-        single = len(nodes) in sizes.values()
+        cp, ep = sizes["cp"], sizes["ep"]
+        in_cp = ep if cp % ep == 0 else cp  # the part of cp that is in ep, or all
+        in_dp = ep // cp if ep % cp == 0 else 1  # the part of dp that is in ep
+        factors = (sizes["tp"], in_cp, cp // in_cp, in_dp, sizes["dp"] // in_dp, sizes["pp"])
+        single = sum(factor > 1 for factor in factors) <= 1
         return cls(**sizes, ranks=tuple(range(len(nodes))) if single else _placed(nodes, factors), nodes=tuple(nodes))
 
     @property

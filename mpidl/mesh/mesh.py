@@ -8,10 +8,10 @@
 Which rank has which coordinates is `layout`'s matter. Each Communicator has a queue of its own, so operations on
 different axes do not wait for each other; within one axis every rank calls the same ones in the same order.
 
-Collective are the constructor, `close` and the first `along` of each product, and over an axis the first `part` of each
-division. The constructor makes the groups of all axes that are longer than 1, and of dp x cp, in the order of `_EAGER`.
-A group that is the whole world in its own order has the world's Communicator itself, and axes of size 1 share one of
-this rank, made when it is first asked for.
+Collective are the constructor, `close` and the first `along` of each product, and over an axis the first `split_axis`
+of each division. The constructor makes the groups of all axes that are longer than 1, and of what engines work over,
+dp x cp and edp, alone and with tp, in the order of `_EAGER`. A group that is the whole world in its own order has the
+world's Communicator itself, and axes of size 1 share one of this rank, made when it is first asked for.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from ..errors import UsageError
 from ..job.objects import all_gather_object
 from ..job.runtime import default_communicator
 from .layout import AXES, Layout
+from .scaler_check import refuse_torchs_scaler
 
-_open: list[Mesh] = []  # strong references: a garbage collector would forget them at other times on each rank
-_EAGER = (("tp",), ("cp",), ("dp",), ("pp",), ("dp", "cp"), ("ep",), ("edp",))
+_open_meshes: list[Mesh] = []  # strong references: a garbage collector would forget them at other times on each rank
+_EAGER = (("tp",), ("cp",), ("dp",), ("pp",), ("dp", "cp"), ("ep",), ("edp",), ("dp", "cp", "tp"), ("edp", "tp"))
 
 
 class Mesh:
@@ -70,13 +71,15 @@ class Mesh:
         self.layout = agreed_layout(self.comm, {"dp": dp, "pp": pp, "tp": tp, "cp": cp, "ep": ep})
         self.coordinates = self.layout.coordinates(self.comm.rank)
         self._by_axes: dict[tuple[str, ...], Communicator] = {}
-        self._parts: dict[tuple[str, str], Communicator] = {}
-        self._of_self: Communicator | None = None
+        self._divisions: dict[tuple[str, str], Communicator] = {}
+        self._comm_of_self: Communicator | None = None
         self._closed = False
         for axes in _EAGER:
             self.along(*axes)
-        _open.append(self)
-        describe_program(place=_place)
+        _open_meshes.append(self)
+        describe_program(place=_coordinates_of_open_mesh)
+        if self.layout.model_axes:
+            refuse_torchs_scaler(_axes_of_parts)
         slow = self.layout.slow_tp()
         if slow is not None and self.comm.rank == 0:
             warnings.warn(f"Mesh: {': '.join(slow)}", RuntimeWarning, stacklevel=2)
@@ -88,12 +91,12 @@ class Mesh:
         """The Communicator of the ranks that differ from this one on these axes alone, in the order of coordinates.
 
         The first call for a product of several axes that are longer than 1 is collective over the mesh, except for
-        ("dp", "cp"); `ranks` gives the members without communication. A product holds either of dp and cp or of ep and
-        edp, which are other parts of the same ranks.
+        ("dp", "cp"), ("dp", "cp", "tp") and ("edp", "tp"); `ranks` gives the members without communication. A product
+        holds either of dp and cp or of ep and edp, which are other parts of the same ranks.
         """
         wanted = self.layout.in_order(axes)
         if self._closed:
-            raise UsageError("Mesh: it was closed")
+            raise UsageError("Mesh: is closed; needs an open mesh")
         longer = tuple(axis for axis in wanted if self.size(axis) > 1)
         if not longer:
             return self._self_only()
@@ -105,16 +108,16 @@ class Mesh:
             self._by_axes[longer] = self._split(longer) if same is None else self._by_axes[same]
         return self._by_axes[longer]
 
-    def part(self, axis: str, division: str, color: int) -> Communicator:
+    def split_axis(self, axis: str, division: str, color: int) -> Communicator:
         """The Communicator of the ranks of an axis with this rank's color, as of those that share something.
 
         division: names what gives the ranks their colors. The first call for it is collective over the axis.
         """
-        if (axis, division) not in self._parts:
-            made = self[axis].split(color, self.rank(axis))
-            assert made is not None
-            self._parts[axis, division] = made
-        return self._parts[axis, division]
+        if (axis, division) not in self._divisions:
+            new_comm = self[axis].split(color, self.rank(axis))
+            assert new_comm is not None
+            self._divisions[axis, division] = new_comm
+        return self._divisions[axis, division]
 
     def _split(self, axes: tuple[str, ...]) -> Communicator:
         members = self.ranks(*axes)
@@ -133,9 +136,9 @@ class Mesh:
     def _self_only(self) -> Communicator:
         if self.comm.size == 1:
             return self.comm
-        if self._of_self is None:
-            self._of_self = self.comm.split_self()
-        return self._of_self
+        if self._comm_of_self is None:
+            self._comm_of_self = self.comm.split_self()
+        return self._comm_of_self
 
     def rank(self, *axes: str) -> int:
         """This rank's number on an axis, or in the group along several."""
@@ -160,10 +163,10 @@ class Mesh:
     def __repr__(self) -> str:
         shown = [axis for axis in self.axes if axis in AXES or self.layout.ep > 1]
         sizes = ", ".join(f"{axis}={self.axes[axis]}" for axis in shown)
-        place = self._in_words()
+        place = self._coordinates_in_words()
         return f"Mesh({sizes}; rank {self.comm.rank} of {self.comm.size}{place and ' at '}{place})"
 
-    def _in_words(self) -> str:
+    def _coordinates_in_words(self) -> str:
         """Names this rank's coordinates on the axes that are longer than 1: "dp=1, tp=0"."""
         shown = [axis for axis in self.axes if axis in AXES or self.layout.ep > 1]
         return ", ".join(f"{axis}={self.coordinates[axis]}" for axis in shown if self.axes[axis] > 1)
@@ -178,14 +181,14 @@ class Mesh:
         if self._closed:
             return
         self._leave()
-        for made in dict.fromkeys((*self._parts.values(), *self._by_axes.values())):
+        for made in dict.fromkeys((*self._divisions.values(), *self._by_axes.values())):
             made.close()
-        if self._of_self is not None:
-            self._of_self.close()
+        if self._comm_of_self is not None:
+            self._comm_of_self.close()
 
     def _leave(self) -> None:
         self._closed = True
-        _open.remove(self)
+        _open_meshes.remove(self)
 
     def __enter__(self) -> Mesh:
         return self
@@ -199,15 +202,20 @@ class Mesh:
             self._leave()
 
 
-def _place() -> str:
+def _coordinates_of_open_mesh() -> str:
     """Names this rank's place in the mesh that was opened last, for the watchdog's reports."""
     meshes = open_meshes()
-    return meshes[-1]._in_words() if meshes else ""
+    return meshes[-1]._coordinates_in_words() if meshes else ""
 
 
 def open_meshes() -> list[Mesh]:
     """Lists the meshes that are not closed."""
-    return list(_open)
+    return list(_open_meshes)
+
+
+def _axes_of_parts() -> frozenset[str]:
+    """Returns the axes along which the ranks of an open mesh may hold different parameters."""
+    return frozenset(axis for mesh in _open_meshes for axis in mesh.layout.model_axes)
 
 
 def agreed_layout(comm: Communicator, sizes: dict[str, Any]) -> Layout:
@@ -217,8 +225,8 @@ def agreed_layout(comm: Communicator, sizes: dict[str, Any]) -> Layout:
     """
     everyone = all_gather_object(comm, ({axis: repr(size) for axis, size in sizes.items()}, comm.node_ranks[0]))
     first = everyone[0][0]
-    for rank, (theirs, _) in enumerate(everyone):
-        for axis, size in theirs.items():
+    for rank, (sizes_of_rank, _) in enumerate(everyone):
+        for axis, size in sizes_of_rank.items():
             if size != first[axis]:
                 raise UsageError(
                     f"Mesh: got {axis}={first[axis]} on rank 0 and {axis}={size} on rank {rank}; needs the same sizes"

@@ -6,9 +6,10 @@ Each rank sums the powers of its gradients, by placement; one all-gather gives e
     0    (0, 0, 0)             a    b
     1    (0, 0, 1)             a    c                from which all compute the same norm: a + b + c
 
-Along an axis of their placement the ranks' sums are added; along the others they must be equal, and one of them counts.
+A last column has the norm's type, which must be the same on all ranks. Along an axis of their placement the ranks' sums
+are added; along the others they must be equal, and one of them counts.
 Where they are not, a gradient was not summed over tp, or a placement was not declared: an error, as the ranks' weights
-would diverge silently. The table is ranks x placements, 8 bytes each.
+would diverge silently. The table is ranks x (placements + 1), 8 bytes each.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from itertools import chain, combinations
 import numpy as np
 import torch
 
-from ..errors import TrainingError
+from ..errors import ModelMismatch, TrainingError
 from .mesh import Mesh
 from .placement import Placement, placement
 
@@ -49,7 +50,7 @@ def norm_over_mesh(
     axes = mesh.layout.model_axes
     placements = [frozenset(some) for some in chain.from_iterable(combinations(axes, n) for n in range(len(axes) + 1))]
     infinite = math.isinf(norm_type)
-    row = np.zeros(len(placements))
+    row = np.array([*np.zeros(len(placements)), norm_type])
     with np.errstate(all="ignore"):
         listed = list(parameters)
         for norm, p, whole in zip(local_norms, listed, joined or [False] * len(listed), strict=True):
@@ -60,10 +61,22 @@ def norm_over_mesh(
             if declared.counted and counted:
                 column = placements.index(declared.axes & set(axes))
                 row[column] = max_or_nan(row[column], norm) if infinite else row[column] + norm**norm_type
-        table = np.empty((mesh.comm.size, len(placements)))
+        table = np.empty((mesh.comm.size, len(row)))
         mesh.comm.all_gather(table, row)
-        total = _total(table, placements, mesh, shards=shards, infinite=infinite)
+        _refuse_different_types(table[:, -1])
+        total = _total(table[:, :-1], placements, mesh, shards=shards, infinite=infinite)
         return total if infinite else float(total ** (1.0 / norm_type))
+
+
+def _refuse_different_types(types: np.ndarray) -> None:
+    """Raises ModelMismatch, on every rank, if the ranks ask for norms of different types."""
+    differing = np.flatnonzero(types != types[0])
+    if differing.size:
+        rank = int(differing[0])
+        raise ModelMismatch(
+            f"clip_grad_norm_: rank 0 has norm_type={types[0]:g}, rank {rank} has norm_type={types[rank]:g}; needs the "
+            "same on all ranks of the mesh"
+        )
 
 
 def max_or_nan(a: float, b: float) -> float:
@@ -110,7 +123,7 @@ def check_equal(points: np.ndarray, first: np.ndarray, axis: str, mesh: Mesh, wh
     """Raises TrainingError, in the name of `what`, if sums differ over an axis on which gradients must be equal."""
     if differ(points, first):
         raise TrainingError(
-            f"{what}: gradients of parameters that are placed on no part of {axis} differ over its "
+            f"{what}: gradients of parameters that are not cut over {axis} differ over its "
             f"{mesh.size(axis)} ranks; sum them over {axis}, or declare where the parameters are cut "
             f"(mpidl.mesh.place(p, {axis!r}))"
         )

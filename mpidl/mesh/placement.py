@@ -29,9 +29,10 @@ from collectives import Communicator
 
 from ..errors import ConfigurationError
 from ..job.objects import all_gather_object
-from .layout import MODEL_AXES
+from .layout import MODEL_AXES, Layout
 
 _ATTRIBUTE = "_mpidl_placement"
+_CUT_AXES = frozenset({"tp", "ep"})  # stages of pp have parameters of their own, not parts
 
 Run = tuple[int, int]  # indices start..stop of a dimension
 
@@ -100,11 +101,16 @@ class Placement:
     cut: Cut | None = None
 
 
+_SAME_EVERYWHERE = Placement()
+
+
 def place(parameter: torch.Tensor, *axes: str, counted: bool = True, cut: Cut | None = None) -> None:
     """Declares along which of pp, tp and ep the ranks hold different elements of the parameter.
 
     counted: False for a copy of a parameter that ranks of another stage hold and count, as of tied embeddings.
-    cut: which elements this rank holds. Kept on the tensor itself; copies by copy.deepcopy and pickle have it as well.
+    cut: which elements this rank holds.
+
+    The tensor keeps the declaration as an attribute, which copy.deepcopy and pickle copy.
     """
     wrong = [axis for axis in axes if axis not in MODEL_AXES]
     if wrong:
@@ -118,8 +124,15 @@ def place(parameter: torch.Tensor, *axes: str, counted: bool = True, cut: Cut | 
 
 def placement(parameter: torch.Tensor) -> Placement:
     """The declared placement; by default the same elements on all ranks."""
-    found: Placement = getattr(parameter, _ATTRIBUTE, Placement())
+    found: Placement = getattr(parameter, _ATTRIBUTE, _SAME_EVERYWHERE)
     return found
+
+
+def part_axes(parameter: torch.Tensor) -> frozenset[str]:
+    """The axes of the placement, without those of a cut that leaves the parameter whole, as over tp=1."""
+    declared = placement(parameter)
+    whole = declared.cut is not None and declared.cut.part_shape == declared.cut.shape
+    return declared.axes - _CUT_AXES if whole else declared.axes
 
 
 def cuts_over(comm: Communicator, parameters: Iterable[torch.Tensor]) -> list[list[Cut]]:
@@ -165,7 +178,7 @@ class _DeepCopy:
 
 
 def refuse_unknown_cut(optimizer: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises ConfigurationError for a part of a parameter whose place is not known. optimizer: needs whole ones."""
+    """Raises ConfigurationError for a cut parameter whose cut is not declared. optimizer: needs whole ones."""
     for name, p in named:
         if "tp" in placement(p).axes and placement(p).cut is None:
             raise ConfigurationError(
@@ -174,8 +187,36 @@ def refuse_unknown_cut(optimizer: str, named: Iterable[tuple[str, torch.Tensor]]
             )
 
 
+def refuse_parts_without_mesh(engine: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises ConfigurationError for a parameter whose placement only a mesh can follow. engine: has no mesh."""
+    for name, p in named:
+        for axis in sorted(part_axes(p)):
+            raise ConfigurationError(
+                f"{engine}: {name} is placed on {axis}, and without its mesh norms and steps would be of the elements "
+                "that this rank holds; needs mesh="
+            )
+
+
+def refuse_other_mesh(what: str, layout: Layout, named: Iterable[tuple[str | None, torch.Tensor]]) -> None:
+    """Raises ConfigurationError for a parameter that is cut over axes which have size 1 in the mesh given.
+
+    what: whose mesh it is.
+    layout: of the mesh.
+    named: parameters with their names, None if they are not known.
+    """
+    for name, p in named:
+        declared = placement(p)
+        axes = sorted(part_axes(p) & _CUT_AXES) if declared.cut is not None else []
+        if axes and all(getattr(layout, axis) == 1 for axis in axes):
+            assert declared.cut is not None
+            raise ConfigurationError(
+                f"{what}: mesh: has {'=1, '.join(axes)}=1, and {name or 'a parameter'} of shape {tuple(p.shape)} is a "
+                f"part of one of shape {declared.cut.shape}; needs the mesh over which it was cut"
+            )
+
+
 def refuse_offload(optimizer: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises ConfigurationError for a part of a parameter. optimizer: needs norms of whole ones, and is offloaded."""
+    """Raises ConfigurationError for a cut parameter. optimizer: class that needs norms of whole parameters."""
     for name, p in named:
         if "tp" in placement(p).axes:
             raise ConfigurationError(

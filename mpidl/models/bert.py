@@ -96,7 +96,7 @@ class Embeddings(nn.Module):
         self.LayerNorm = _norm(config)
 
     def forward(self, tokens: torch.Tensor, types: torch.Tensor | None) -> torch.Tensor:
-        """int64 [batch, time] -> [batch, time, embd]."""
+        """Maps int64 [batch, time] -> [batch, time, embd]."""
         types = torch.zeros_like(tokens) if types is None else types
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.word_embeddings(tokens) + self.token_type_embeddings(types) + self.position_embeddings(positions)
@@ -112,7 +112,7 @@ class SelfAttention(nn.Module):
         self.query, self.key, self.value = (nn.Linear(config.embd, config.embd) for _ in range(3))
 
     def forward(self, x: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-        """[batch, time, embd] -> the heads in a row. seen: bool [batch, 1, 1, time], the positions to look at."""
+        """Maps [batch, time, embd] -> [batch, time, embd]. seen: bool [batch, 1, 1, time], positions to look at."""
         shape = (*x.shape[:2], self.heads, self.head_width)
         q, k, v = (part.view(shape).transpose(1, 2) for part in (self.query(x), self.key(x), self.value(x)))
         dropout = self.dropout if self.training else 0.0
@@ -130,7 +130,7 @@ class AddAndNorm(nn.Module):
         self.LayerNorm = _norm(config)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """[batch, time, inputs] and [batch, time, embd] -> the latter's shape."""
+        """Projects x, adds residual, norms: [batch, time, inputs], [batch, time, embd] -> [batch, time, embd]."""
         y: torch.Tensor = self.LayerNorm(F.dropout(self.dense(x), self.dropout, self.training) + residual)
         return y
 
@@ -145,7 +145,7 @@ class Layer(nn.Module):
         self.output = AddAndNorm(config, config.inner_width)
 
     def forward(self, x: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-        """[batch, time, embd] -> the same. seen: see SelfAttention."""
+        """Maps [batch, time, embd] -> [batch, time, embd]. seen: see SelfAttention."""
         x = self.attention["output"](self.attention["self"](x, seen), x)
         y: torch.Tensor = self.output(F.gelu(self.intermediate["dense"](x)), x)
         return y
@@ -162,7 +162,7 @@ class Predictions(nn.Module):
         self.bias = self.decoder.bias  # published weights have it under both names
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., embd] -> [..., vocab_size]."""
+        """Maps [..., embd] -> [..., vocab_size]."""
         y: torch.Tensor = self.decoder(self.transform["LayerNorm"](F.gelu(self.transform["dense"](x))))
         return y
 

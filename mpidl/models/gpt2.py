@@ -74,7 +74,7 @@ class Projection(nn.Module):
         nn.init.normal_(self.weight, std=std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]."""
+        """Maps [..., in] -> [..., out]."""
         return F.linear(x, self.weight.t(), self.bias)
 
 
@@ -88,7 +88,7 @@ class Attention(nn.Module):
         self.c_proj = Projection(config.embd, config.embd, residual_std)
 
     def forward(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
-        """[batch, time, embd] -> the same. past: keys and values of earlier positions; extended in place."""
+        """Maps [batch, time, embd] -> [batch, time, embd]. past: keys, values of earlier positions; extended here."""
         qkv = self.c_attn(x)
         batch, time, _ = qkv.shape
         shape = (batch, time, self.heads, self.head_width)
@@ -114,7 +114,7 @@ class MLP(nn.Module):
         self.c_proj = Projection(4 * config.embd, config.embd, residual_std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, time, embd] -> the same."""
+        """Maps [batch, time, embd] -> [batch, time, embd]."""
         x = self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
         return F.dropout(x, self.dropout, self.training)
 
@@ -131,7 +131,7 @@ class Block(nn.Module):
         self.mlp = MLP(config, residual_std)
 
     def forward(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
-        """[batch, time, embd] -> the same."""
+        """Maps [batch, time, embd] -> [batch, time, embd]."""
         x = x + self.attn(self.ln_1(x), past)
         return x + self.mlp(self.ln_2(x))
 

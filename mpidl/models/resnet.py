@@ -42,7 +42,7 @@ class Block(nn.Module):
             self.downsample = nn.Sequential(_conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
 
     def branch(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, inputs, h, w] -> [batch, outputs, h / stride, w / stride]."""
+        """Maps [batch, inputs, h, w] -> [batch, outputs, h / stride, w / stride]."""
         raise NotImplementedError
 
     @property
@@ -51,7 +51,7 @@ class Block(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, inputs, h, w] -> [batch, outputs, h / stride, w / stride]."""
+        """Maps [batch, inputs, h, w] -> [batch, outputs, h / stride, w / stride]."""
         shortcut = x if self.downsample is None else self.downsample(x)
         return F.relu(self.branch(x) + shortcut)
 
@@ -65,7 +65,7 @@ class BasicBlock(Block):
         self.conv2, self.bn2 = _conv(width, width, 3), nn.BatchNorm2d(width)
 
     def branch(self, x: torch.Tensor) -> torch.Tensor:
-        """Both, each with its norm."""
+        """Runs both convolutions, each with its norm."""
         return self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))  # type: ignore[no-any-return]
 
     @property
@@ -87,7 +87,7 @@ class Bottleneck(Block):
         self.conv3, self.bn3 = _conv(width, outputs, 1), nn.BatchNorm2d(outputs)
 
     def branch(self, x: torch.Tensor) -> torch.Tensor:
-        """All three, each with its norm."""
+        """Runs all three convolutions, each with its norm."""
         y = F.relu(self.bn1(self.conv1(x)))
         y = F.relu(self.bn2(self.conv2(y)))
         return self.bn3(self.conv3(y))  # type: ignore[no-any-return]
@@ -180,7 +180,7 @@ class ResNet(nn.Module):
         self._segments = number
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images [batch, in_channels, height, width] -> logits [batch, num_classes]."""
+        """Maps images [batch, in_channels, height, width] -> logits [batch, num_classes]."""
         x = F.relu(self.bn1(self.conv1(x)))
         if self.stem == "imagenet":
             x = F.max_pool2d(x, 3, 2, padding=1)

@@ -26,7 +26,7 @@ from ..errors import ConfigurationError
 
 
 def split_blocks(blocks: Sequence[nn.Module], segments: int) -> list[Sequence[nn.Module]]:
-    """The blocks in `segments` parts in a row, of lengths that differ by one at most, the longer ones first."""
+    """Splits the blocks into `segments` runs whose lengths differ by at most one, longer ones first."""
     if not 1 <= segments <= len(blocks):
         raise ConfigurationError(f"segments: got {segments}; needs 1 to {len(blocks)}, the number of blocks")
     length, longer = divmod(len(blocks), segments)
@@ -63,9 +63,9 @@ class _Segment:
 
 @contextlib.contextmanager
 def buffers_left_alone(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the modules and those in them use copies of their buffers; afterwards the buffers, unchanged.
+    """Context in which modules and their submodules use copies of their buffers; its end restores the originals.
 
-    Scripted ones, whose buffers cannot be replaced, use them inside too; afterwards these have their values back.
+    Scripted modules, whose buffers cannot be replaced, use the originals, whose values are restored at the end.
     """
     owners = {owner for module in modules for owner in module.modules()}
     scripted = [owner for owner in owners if not isinstance(owner._buffers, dict)]

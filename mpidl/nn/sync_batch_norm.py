@@ -28,7 +28,7 @@ from collectives import Communicator
 
 from ..errors import ConfigurationError
 from ..mesh import Mesh
-from ..mesh.groups import DATA, checked, data_group
+from ..mesh.groups import DATA, checked_mesh, data_group
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _HEADER = 4  # count, channels, dtype, needs_gradient
@@ -162,7 +162,7 @@ class SyncBatchNorm(_BatchNorm):
 
 def _group_of(process_group: Communicator | None, mesh: Mesh | None) -> Communicator | None:
     """The group that is given; the world is joined later."""
-    mesh = checked("SyncBatchNorm", process_group, mesh)
+    mesh = checked_mesh("SyncBatchNorm", process_group, mesh)
     return process_group if mesh is None else mesh.along(*DATA)
 
 

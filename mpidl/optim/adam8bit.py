@@ -77,7 +77,7 @@ class Adam8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of every parameter that has a gradient; returns what `closure` does, called with gradients on."""
+        """Updates every parameter that has a gradient; returns the result of `closure`, called with gradients on."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

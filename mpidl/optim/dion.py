@@ -10,6 +10,10 @@ All of it is linear in M_i, so that the mean of M_i, P, R and the weights are th
 gradient, and the gradients of matrices need no reduction at all. Source: Ahn et al. 2025, "Dion: Distributed
 Orthonormalized Updates", algorithm 1 and its distributed form.
 
+Who runs what: `step` runs the all-reduces in the caller's thread, on the program's own Communicator: one of flags, one
+for all left factors and one for all right factors of a dtype. Groups and shapes are compared at construction, and a
+matrix that has a gradient on any rank is stepped on all, so every rank comes to the same operations.
+
     optimizer = mpidl.optim.Dion([{"params": matrices}, {"params": others, "rule": "adamw"}], process_group=comm)
     wrapped.register_comm_hook(mpidl.optim.DionState(optimizer), mpidl.optim.dion_hook)
 """
@@ -131,7 +135,7 @@ class Dion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of every parameter that has a gradient, on any rank; returns what `closure` does, with gradients."""
+        """Updates parameters with a gradient on any rank; returns the result of `closure`, called with gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -282,7 +286,7 @@ class Dion(torch.optim.Optimizer):
 class DionState:
     """State of `dion_hook`. optimizer: a Dion whose process group is the wrapper's."""
 
-    needs_every_rank = True
+    needs_every_rank = leaves_gradients_local = True
 
     def __init__(self, optimizer: Dion) -> None:
         fits = isinstance(optimizer, Dion) and optimizer.process_group is not None

@@ -4,6 +4,7 @@
 
 Under ZeRO every rank averages its own slices, the fp32 masters where there are any; under DDP, and of a plain model,
 every rank averages all, in fp32 where parameters have 16 bits. Ranks communicate only to show or to gather the average.
+Of a model that is cut over tp each rank averages its parts, which states have joined to whole tensors.
 
     ema = mpidl.optim.EMA(model, decay=0.999)
 
@@ -18,16 +19,23 @@ Source: Polyak and Juditsky 1992, "Acceleration of Stochastic Approximation by A
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from numbers import Real
 from typing import Any, Protocol
 
 import torch
 
+from collectives import Communicator
+
 from ..absent_state import absent_state, refusal
 from ..ddp.plain_model import plain_model
 from ..errors import ConfigurationError, TrainingError, listed
+from ..job.agreement import check_everywhere, on_rank_0
+from ..job.objects import all_gather_object
+from ..mesh import whole_tensors
+from ..replicas.checksums import checksum, difference
 from ..replicas.start_check import check_settings_agree
 from ..setting_checks import integer, require
 from ..trained_by import trainer_of, trainer_of_model
@@ -108,13 +116,13 @@ class EMA:
         self.buffers: Tensors = {}
         self._inside = False
         wrapper, self._model = plain_model(model)
-        comm = None if wrapper is None else wrapper.process_group
+        self._comm = comm = None if wrapper is None else wrapper.process_group
         trainer = trainer_of_model(self._model)
         self._optimizer = None if trainer is None else trainer.optimizer
         if self._optimizer is not None:
-            comm = self._optimizer.process_group
+            self._comm = comm = self._optimizer.process_group
             if self._optimizer.owned_weights().delays:
-                raise ConfigurationError("EMA: a thread writes the weights that delayed_update delays; needs it False")
+                raise ConfigurationError("EMA: got a ZeroOptimizer with delayed_update; needs one without")
         if comm is not None:
             settings = {"decay": self.decay, "warmup": warmup, "interval": self.interval, "use_buffers": use_buffers}
             check_settings_agree(comm, "EMA", settings)
@@ -187,49 +195,99 @@ class EMA:
         """Returns the plain model's state_dict with averaged weights, on rank 0. Collective.
 
         For a plain model and for DDP on every rank; under ZeRO a mark on the other ranks, as ZeroOptimizer returns it.
-        Averages of 16-bit parameters are in fp32.
+        Averages of 16-bit parameters are in fp32. Of a model that is cut over tp the tensors are whole; raises
+        ConfigurationError for a part without a `cut`.
         """
+        tp = self._tp("model_state_dict")
         if self._optimizer is not None:
+            if tp is not None:
+                whole_tensors.refuse_unknown_cuts(dict(self._model.named_parameters()), "EMA.model_state_dict")
             with self.averaged():
                 whole: dict[str, Any] = self._optimizer.model_state_dict()
             return whole
         kept = {**self.averages, **self.buffers}
-        tensors = (*self._model.named_parameters(), *self._model.named_buffers())
-        averages = {t: kept[name] for name, t in tensors if name in kept}
+        tensors = self._named_tensors()
+        values = {name: kept.get(name, t).detach() for name, t in tensors.items()}
+        if tp is not None:
+            values = self._everywhere(partial(whole_tensors.join, tp, values, tensors, "EMA.model_state_dict"))
+        by_tensor = {t: values[name] for name, t in tensors.items()}
         states = self._model.state_dict(keep_vars=True)
-        return {name: averages.get(t, t).detach().cpu().clone() for name, t in states.items()}
+        # An extra state of a module may be anything.
+        return {
+            name: by_tensor.get(t, t).detach().cpu().clone() if torch.is_tensor(t) else t for name, t in states.items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the counts and the whole averages by the plain model's names, on rank 0. Collective.
 
         For a plain model and for DDP on every rank; under ZeRO a mark on the other ranks, as ZeroOptimizer returns it.
+        Of a model that is cut over tp the averages are whole, on rank 0 of dp at each rank of tp; raises
+        ConfigurationError for a part without a `cut`, and for averaged buffers that differ over tp.
         """
-        weights = self._weights()
-        whole = weights.gather(self.averages)
+        weights, tp = self._weights(), self._tp("state_dict")
+        averages, buffers = weights.gather(self.averages), dict(self.buffers)
+        if tp is not None:
+            averages, buffers = self._everywhere(lambda: self._joined(tp, averages)) or ({}, {})
         counts = {"steps": self.steps, "updates": self.updates}
         if self._optimizer is not None and not weights.is_root:
             return absent_state(self._optimizer.process_group.rank)
-        return {**counts, "averages": whole, "buffers": dict(self.buffers)}
+        return {**counts, "averages": averages, "buffers": buffers}
+
+    def _joined(self, tp: Communicator, averages: Tensors) -> tuple[Tensors, Tensors]:
+        """Returns whole averages and buffers. Collective over tp."""
+        tensors = self._named_tensors()
+        whole, buffers = (whole_tensors.join(tp, kept, tensors, "EMA.state_dict") for kept in (averages, self.buffers))
+        differing = difference(tp, {name: checksum(b) for name, b in buffers.items()})
+        if differing is not None:
+            raise ConfigurationError(
+                f"EMA.state_dict: of the averaged buffers differs over tp {differing}; needs use_buffers=False, or "
+                'place(buffer, "tp", cut=)'
+            )
+        return whole, buffers
+
+    def _named_tensors(self) -> Tensors:
+        """Returns the plain model's parameters and buffers."""
+        return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+
+    def _tp(self, what: str) -> Communicator | None:
+        """Returns the ranks of tp over which the model is cut; None if it is whole."""
+        return whole_tensors.group_of_tp(self._named_tensors(), self._comm, f"EMA.{what}")
+
+    def _everywhere(self, action: Callable[[], Any]) -> Any:
+        """Returns `action()`, under ZeRO on a root alone. What it raises on one rank is an error on all. Collective."""
+        if self._comm is None:
+            return action()
+        if self._optimizer is None:
+            return check_everywhere(self._comm, action)
+        found: list[Any] = []
+        on_rank_0(self._comm, lambda: found.append(action()), ConfigurationError)
+        return found[0] if found else None
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads the state of an EMA of any engine and number of ranks; under ZeRO rank 0's. Collective.
 
-        Raises ConfigurationError, under ZeRO on every rank, for averages of other names or shapes.
+        Over tp each rank takes its parts of the whole averages, under ZeRO of those that rank 0 of dp gives at its rank
+        of tp. Raises ConfigurationError, under ZeRO and over tp on every rank, for averages of other names or shapes.
         """
-        weights = self._weights()
-        problem = self._problem(state_dict, weights.shapes()) if weights.is_root else None
+        weights, tp = self._weights(), self._tp("load_state_dict")
+        tensors = self._named_tensors()
+        shapes = {name: whole_tensors.whole_shape(tensors[name]) for name in weights.shapes()}
+        problem = self._problem(state_dict, shapes) if weights.is_root else None
+        if tp is not None and weights.is_root:
+            problem = next((found for found in all_gather_object(tp, problem) if found is not None), None)
         counts = None if problem else [state_dict.get("steps"), state_dict.get("updates"), state_dict.get("buffers")]
         problem, counts = weights.agreed((problem, counts))
         if problem:
             raise ConfigurationError(f"EMA.load_state_dict: {problem}")
         assert counts is not None
         whole = state_dict["averages"] if weights.is_root else {}
-        for name, own in weights.scatter(whole, list(self.averages)).items():
+        given = {name: whole_tensors.part_of(tensors[name], whole[name]) for name in self.averages if name in whole}
+        for name, own in weights.scatter(given, list(self.averages)).items():
             self.averages[name].copy_(own)
         self.steps, self.updates, buffers = counts
         for name, mine in self.buffers.items():
-            mine.copy_(buffers[name])
+            mine.copy_(whole_tensors.part_of(tensors[name], buffers[name]))
 
     def _problem(self, given: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
         """Runs `_misfit` on any value, also one that is no state at all."""
@@ -247,7 +305,8 @@ class EMA:
         if not all(isinstance(given[name], int) and given[name] >= 0 for name in ("steps", "updates")):
             return f"got counts of {given['steps']!r} and {given['updates']!r}; needs integers of at least 0"
         expected = {"averages": {name: shapes[name] for name in self.averages}}
-        expected["buffers"] = {name: tuple(b.shape) for name, b in self.buffers.items()}
+        buffers = dict(self._model.named_buffers())
+        expected["buffers"] = {name: whole_tensors.whole_shape(buffers[name]) for name in self.buffers}
         for kind, own in expected.items():
             missing, unexpected = sorted(own.keys() - given[kind].keys()), sorted(given[kind].keys() - own.keys())
             if missing or unexpected:

@@ -200,7 +200,7 @@ class OuterSteps:
         sums = {f"parameter {number}": checksum(values) for number, values in enumerate(self._local())}
         if (found := difference(self.process_group, sums)) is not None:
             raise TrainingError(
-                f"DiLoCo: ranks had other weights after the {self.warmup_steps} warmup_steps, in which gradients are "
+                f"DiLoCo: the ranks' weights differ after the {self.warmup_steps} warmup_steps, in which gradients are "
                 f"averaged; needs post_local_sgd_hook at a DistributedDataParallel over all ranks ({found})"
             )
         self._take_up()
@@ -209,7 +209,8 @@ class OuterSteps:
     def _begin(self, number: int) -> None:
         """Starts to reduce how far this rank has gone since the last outer step of a fragment.
 
-        Weights of 16 bits began at theta_0 as rounded: what rounding took is no way that the rank has gone.
+        Weights of 16 bits started from theta_0 as rounded to 16 bits, so the difference is taken from that value:
+        the rounding is no progress of the rank.
         """
         first, last = self._cut[number]
         flat = self._theta[number].clone()

@@ -6,6 +6,9 @@
 
 Source: Lin et al. 2020, "Don't Use Large Mini-Batches, Use Local SGD".
 
+Who runs what: the averager reduces in the caller's thread, on the program's own Communicator, in `step`, which every
+rank calls equally often; `_compare` checks period and counters before, so that no rank averages alone.
+
 The hook ends the averaging of gradients, the averager begins that of weights; they belong together:
 
     averager = PeriodicAverager(model.parameters(), comm, period=4, warmup_steps=100)
@@ -212,7 +215,7 @@ class PostLocalSGDState:
     start_step that is not the averager's; ModelMismatch where the ranks' start_step differ.
     """
 
-    needs_every_rank = True
+    needs_every_rank = leaves_gradients_local = True
 
     def __init__(
         self,
@@ -239,7 +242,7 @@ class PostLocalSGDState:
 
     @property
     def steps(self) -> int:
-        """The number of steps, or passes, that there were."""
+        """Number of optimizer steps so far; of backward passes where there is no averager."""
         return self._passes if self._averager is None else self._averager.steps
 
     def pass_ends(self) -> None:

@@ -67,7 +67,9 @@ class RankMean:
     node: those of this rank's node, if they hold equal tensors; as many on every node.
     sizes: elements of each tensor.
     compress: None, or one of METHODS.
-    feedback: keep errors. Collective.
+    feedback: keep errors.
+
+    Collective.
     """
 
     def __init__(
@@ -145,7 +147,7 @@ class RankMean:
     # ---- state -------------------------------------------------------------------------------------------------
 
     def errors(self, in_flight: PendingMean | None = None) -> list[torch.Tensor | None]:
-        """The mean over the ranks of what each tensor's reductions still owe, whole, on every rank. Collective.
+        """Returns each tensor's remainder, averaged over the ranks: whole, on every rank. Collective.
 
         A rank that loads it in place of its own errors keeps their sum, whatever the number of ranks.
 

@@ -19,7 +19,7 @@ from collectives import Communicator
 
 from ..errors import ConfigurationError
 from ..mesh import Mesh, Placement, placement
-from ..mesh.groups import checked
+from ..mesh.groups import checked_mesh
 from ..setting_checks import require, require_not_negative
 
 
@@ -77,7 +77,7 @@ class TrustRatioOptimizer(torch.optim.Optimizer):
     squared_norms: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor] | None = None
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], mesh: Mesh | None = None) -> None:
-        self.mesh = checked(type(self).__name__, None, mesh)
+        self.mesh = checked_mesh(type(self).__name__, None, mesh)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ class TrustRatioOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of every parameter that has a gradient; returns what `closure` does, called with gradients on."""
+        """Updates every parameter that has a gradient; returns the result of `closure`, called with gradients on."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -45,7 +45,7 @@ To add a style: a class with `apply` in `styles` (one layer) or `regions` (a mod
 `functions`, its name here; CONTRIBUTING.md has the steps and the tests ("tensor-parallel style"). To add a plan:
 `ready_plans`.
 
-docs/parallelism.md says what to take when.
+docs/parallelism.md tells which to use.
 """
 
 from .communication import Traffic

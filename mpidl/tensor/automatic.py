@@ -45,46 +45,46 @@ def automatic_plan(
 
     leave_whole: modules that stay whole, by name, and why; not what is in them.
     """
-    found = _Modules(model, ranks, leave_whole)
-    if not any(isinstance(style, AttentionParallel | FeedForwardParallel) for style in found.styles()):
+    decisions = _PlanDecisions(model, ranks, leave_whole)
+    if not any(isinstance(style, AttentionParallel | FeedForwardParallel) for style in decisions.styles()):
         why = next((f" ({name or 'the model'}: {reason})" for name, reason in leave_whole.items()), "")
         raise ConfigurationError(
             f"plan: 'auto' found no attention and no feed-forward network in {type(model).__name__}{why}; needs a dict "
             "of names and styles"
         )
-    made = AutomaticPlan(found.plan)
+    result = AutomaticPlan(decisions.plan)
     if sequence_parallel:
-        made.plan = {**found.plan}
-        for name, styles in _sequences(model, found):
-            made.plan[name] = [*made.plan.get(name, []), *styles]
-    made.lines = [f"auto plan of {type(model).__name__} over {ranks} ranks of tp:", *_report(found)]
-    return made
+        result.plan = {**decisions.plan}
+        for name, styles in _sequences(model, decisions):
+            result.plan[name] = [*result.plan.get(name, []), *styles]
+    result.lines = [f"auto plan of {type(model).__name__} over {ranks} ranks of tp:", *_report(decisions)]
+    return result
 
 
-class _Modules:
-    """The decision for each module: `plan` has the styles of those to cut, `what` what is done, and how or why."""
+class _PlanDecisions:
+    """The decision for each module: `plan` has the styles of those to cut, `actions` what is done, and how or why."""
 
     def __init__(self, model: nn.Module, ranks: int, leave_whole: Mapping[str, str]) -> None:
         self._whole = leave_whole
         self.plan: dict[str, list[Style]] = {}
-        self.what: dict[str, tuple[str, str]] = {}  # by name: what is done, and how
+        self.actions: dict[str, tuple[str, str]] = {}  # by name: what is done, and how
         self._model, self._ranks = model, ranks
         self._tokens = _vocabulary(model)
-        self._used = _used_by_themselves(model)
+        self._ids_used_directly = _ids_of_weights_used_directly(model)
         self._visit("", model, expert=False)
-        cut = {id(p) for name in self.plan for p in _own(model.get_submodule(name))}
-        for name, (what, _) in list(self.what.items()):
-            own = _own(model.get_submodule(name))
+        cut = {id(p) for name in self.plan for p in _own_parameters(model.get_submodule(name))}
+        for name, (what, _) in list(self.actions.items()):
+            own = _own_parameters(model.get_submodule(name))
             if what == "whole" and own and cut.issuperset(map(id, own)):
-                del self.what[name]  # its parameters are those of a module that is cut
+                del self.actions[name]  # its parameters are those of a module that is cut
 
     def styles(self) -> Iterator[Style]:
-        """All styles."""
+        """Styles of all modules that are cut."""
         for styles in self.plan.values():
             yield from styles
 
     def _visit(self, name: str, module: nn.Module, *, expert: bool) -> None:
-        if any(name == known for known in self.what):
+        if name in self.actions:
             return
         dot = f"{name}." if name else ""
         if name in self._whole:
@@ -99,18 +99,18 @@ class _Modules:
         if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
             return self._leave_whole(name, module, "torch computes it at once; needs linear layers of its own")
         heads = attention(module, self._ranks)
-        if isinstance(heads, AttentionParallel) and _is_hidden(module, heads):
-            heads = _HIDDEN
-        taken = {child for child, _ in module.named_children() if dot + child in self.what}
+        if isinstance(heads, AttentionParallel) and _has_replaced_forward(module, heads):
+            heads = _FORWARD_IS_REPLACED
+        taken = {child for child, _ in module.named_children() if dot + child in self.actions}
         if isinstance(heads, AttentionParallel):
             taken = _layers(heads)
             taken |= {*heads.inside, *([heads.bias_of_heads] if heads.bias_of_heads else [])}
-            self._add(name, heads, "attention", _in_words(heads))
+            self._add(name, heads, "attention", _describe_attention(heads))
         elif isinstance(heads, str):
             return self._leave_whole(name, module, heads)
         features = feed_forward(module, taken)
-        if isinstance(features, FeedForwardParallel) and _is_hidden(module, features):
-            features = _HIDDEN
+        if isinstance(features, FeedForwardParallel) and _has_replaced_forward(module, features):
+            features = _FORWARD_IS_REPLACED
         if isinstance(features, FeedForwardParallel):
             taken |= _layers(features)
             width = sizes_of("", module.get_submodule(features.output))[0]
@@ -118,16 +118,16 @@ class _Modules:
             self._add(name, features, "feed-forward", f"{width} features: {layers} -> {features.output}")
         for layer in taken:
             for inner, _ in module.get_submodule(layer).named_modules(prefix=dot + layer):  # of adapters too
-                self.what[inner] = ("", "")
+                self.actions[inner] = ("", "")
         if isinstance(features, str):
-            self.what.setdefault(name, ("whole", features))
-        if _own(module):
-            self.what.setdefault(name, ("whole", type(module).__name__))
+            self.actions.setdefault(name, ("whole", features))
+        if _own_parameters(module):
+            self.actions.setdefault(name, ("whole", type(module).__name__))
         for child, inner in module.named_children():
             self._visit(dot + child, inner, expert=name.rpartition(".")[2] == "experts")
 
     def _takes_tokens(self, module: Any) -> bool:
-        if any(id(p) in self._used for p in _own(module)):
+        if any(id(p) in self._ids_used_directly for p in _own_parameters(module)):
             return False
         if isinstance(module, nn.Embedding):
             if module.num_embeddings != self._tokens or module.max_norm or module.scale_grad_by_freq or module.sparse:
@@ -139,26 +139,26 @@ class _Modules:
 
     def _add(self, name: str, style: Style, what: str, how: str) -> None:
         self.plan.setdefault(name, []).append(style)
-        before = self.what.get(name)
-        self.what[name] = (what, how) if before is None else (f"{before[0]}, {what}", f"{before[1]}; {how}")
+        before = self.actions.get(name)
+        self.actions[name] = (what, how) if before is None else (f"{before[0]}, {what}", f"{before[1]}; {how}")
 
     def _leave_whole(self, name: str, module: nn.Module, reason: str) -> None:
         if any(True for _ in module.parameters()):
-            self.what[name] = ("whole", reason)
+            self.actions[name] = ("whole", reason)
 
 
-_HIDDEN = "it has a forward pass of its own, and not its class's"
+_FORWARD_IS_REPLACED = "it has a forward pass of its own, and not its class's"
 
 
-def _is_hidden(module: nn.Module, style: AttentionParallel | FeedForwardParallel) -> bool:
+def _has_replaced_forward(module: nn.Module, style: AttentionParallel | FeedForwardParallel) -> bool:
     return has_own_forward(module) or has_own_forward(module.get_submodule(style.inner))
 
 
-def _own(module: nn.Module) -> list[nn.Parameter]:
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
     return list(module.parameters(recurse=False))
 
 
-def _used_by_themselves(model: nn.Module) -> set[int]:
+def _ids_of_weights_used_directly(model: nn.Module) -> set[int]:
     """Returns the ids of weights that a module computes with by itself, as in F.linear(x, self.embedding.weight)."""
     found = set()
     for module in model.modules():
@@ -167,10 +167,10 @@ def _used_by_themselves(model: nn.Module) -> set[int]:
             own = any("self" in method.weights and method.name not in vars(nn.Embedding) for method in methods)
         else:
             own = kind_of(module) is None
-        found |= {id(p) for p in _own(module) if p.dim() > 1 and (own or has_own_forward(module))}
+        found |= {id(p) for p in _own_parameters(module) if p.dim() > 1 and (own or has_own_forward(module))}
         names = {name for method in methods for name in method.weights} - {"self"}
         if "*" in names and kind_of(module) is None:
-            found |= {id(p) for inner in module.modules() for p in _own(inner)}
+            found |= {id(p) for inner in module.modules() for p in _own_parameters(inner)}
         for inner in module.modules() if names else ():
             for name in names:
                 weight = getattr(getattr(inner, name, None), "weight", None)
@@ -179,7 +179,7 @@ def _used_by_themselves(model: nn.Module) -> set[int]:
 
 
 def _computes(method: Method) -> bool:
-    """Tells whether a method may be of a forward pass, and not of construction, by its name and where it is written."""
+    """Tells by a method's name and module whether it may belong to a forward pass, and not to construction."""
     names = r"_*(?:(?:init|tie|reset|load|save|resize|set)_|initiali[sz]e|get_(?:in|out)put_embeddings$)"
     of_library = method.written_in == "transformers.modeling_utils" or method.written_in.startswith("peft.")
     return not of_library and re.match(names, method.name) is None
@@ -201,38 +201,38 @@ def _layers(style: AttentionParallel | FeedForwardParallel) -> set[str]:
     return {name for name in (style.query, style.key, style.value, style.fused, style.output) if name}
 
 
-def _in_words(style: AttentionParallel) -> str:
+def _describe_attention(style: AttentionParallel) -> str:
     heads = f"{style.heads} heads" + (f", {style.key_heads} for keys" if style.key_heads != style.heads else "")
     layers = style.fused or f"{style.query}, {style.key}, {style.value}"
     return f"{heads}: {layers} -> {style.output}"
 
 
-def _report(found: _Modules) -> Iterator[str]:
+def _report(decisions: _PlanDecisions) -> Iterator[str]:
     """Yields a line for each pattern of names."""
     patterns: dict[tuple[str, str, str], None] = {}
-    for name, (what, how) in found.what.items():
+    for name, (what, how) in decisions.actions.items():
         if what:
             pattern = ".".join("*" if part.isdigit() else part for part in name.split(".")) or "(model)"
             patterns[pattern, what, how] = None
     width = max(len(what) for _, what, _ in patterns)
-    long = max(len(pattern) for pattern, _, _ in patterns)
+    pattern_width = max(len(pattern) for pattern, _, _ in patterns)
     for pattern, what, how in patterns:
-        yield f"  {what:{width}}  {pattern:{long}}  {how}"
+        yield f"  {what:{width}}  {pattern:{pattern_width}}  {how}"
 
 
 # ---- sequences in pieces -------------------------------------------------------------------------------------------
 
 
-def _sequences(model: nn.Module, found: _Modules) -> Iterator[tuple[str, list[Style]]]:
+def _sequences(model: nn.Module, decisions: _PlanDecisions) -> Iterator[tuple[str, list[Style]]]:
     """Yields the styles for sequences in pieces, by the names of modules."""
-    lists = list(_blocks(model, found))
+    lists = list(_blocks(model, decisions))
     if not lists:
         raise ConfigurationError(
             "sequence_parallel: plan='auto' found no list of blocks with an attention each; needs a plan with "
             "SequenceBegins and SequenceEnds"
         )
     attentions = {
-        at: style for at, styles in found.plan.items() for style in styles if isinstance(style, AttentionParallel)
+        at: style for at, styles in decisions.plan.items() for style in styles if isinstance(style, AttentionParallel)
     }
     inner = {at: model.get_submodule(at).get_submodule(style.inner) for at, style in attentions.items()}
     tokens = Tokens({id(module) for module in inner.values()})
@@ -241,8 +241,8 @@ def _sequences(model: nn.Module, found: _Modules) -> Iterator[tuple[str, list[St
         yield f"{name}.{children[0][0]}", [SequenceBegins(_first_argument(children[0][1]))]
         yield f"{name}.{children[-1][0]}", [SequenceEnds()]
         for at, module in blocks.named_modules(prefix=name):
-            what = found.what.get(at, ("whole", "") if _own(module) else ("", ""))[0]
-            for style in found.plan.get(at, []):
+            what = decisions.actions.get(at, ("whole", "") if _own_parameters(module) else ("", ""))[0]
+            for style in decisions.plan.get(at, []):
                 if getattr(style, "each", False):
                     raise ConfigurationError(
                         f"sequence_parallel: plan='auto' does not see that {at} uses its input in its linear layers "
@@ -267,9 +267,9 @@ def _sequences(model: nn.Module, found: _Modules) -> Iterator[tuple[str, list[St
                 )
 
 
-def _blocks(model: nn.Module, found: _Modules) -> Iterator[tuple[str, nn.Module]]:
+def _blocks(model: nn.Module, decisions: _PlanDecisions) -> Iterator[tuple[str, nn.Module]]:
     """Yields the outermost lists of modules that have an attention each."""
-    heads = [name for name, styles in found.plan.items() if any(isinstance(s, AttentionParallel) for s in styles)]
+    heads = [name for name, styles in decisions.plan.items() if any(isinstance(s, AttentionParallel) for s in styles)]
     inside: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and not any(name.startswith(f"{at}.") for at in inside):

@@ -1,7 +1,7 @@
 """Collectives of activations over the ranks of tp, through symmetric memory.
 
     partial         memory of this rank in which the others can read; a product is written straight into it
-    summand         the same, which becomes the result of all_reduce, where there is a place for it (`sum_memory`)
+    summand         the same, which becomes the result of all_reduce, where there is a buffer for it (`sum_memory`)
     all_reduce      partial -> a new tensor, the sum over the ranks, the same bits on each; or the summand itself
     reduce_scatter  partial -> a new tensor, this rank's piece of the sum
     all_gather      a piece -> a new tensor, the pieces of all ranks
@@ -24,10 +24,10 @@ import torch
 
 from collectives import Communicator, PartitionedAllReduce, Work, even_counts
 
-from .input_check import refuse_different
+from .input_check import refuse_different_inputs
 from .sum_memory import Summand, SumMemory
 
-_KEPT = 64  # prepared reductions, one for each number of elements
+_MOST_PREPARED = 64  # prepared reductions, one for each number of elements
 _CHUNKS = 4  # of an all-gather during a product: three quarters of it may be hidden, and its products stay large
 
 
@@ -65,7 +65,7 @@ class Traffic:
 class TensorGroup:
     """A group of ranks that share layers: collectives of activations, and the memory that they need.
 
-    comm: the ranks of tp. Sequences are cut along dimension 1 of [batch, sequence, width], by `pieces`.
+    comm: the ranks of tp. Sequences are cut along dimension 1 of [batch, sequence, width], by `piece_lengths`.
     overlaps: the ranks gather pieces while they compute.
     """
 
@@ -77,9 +77,9 @@ class TensorGroup:
         self._slots: dict[torch.device, torch.Tensor] = {}
         self._sums = SumMemory(self._allocate_sums, self._prepare)
         self._partials: dict[tuple[Any, ...], Summand] = {}  # by shape, dtype and device
-        self._begun: Summand | None = None  # what `partial` or `summand` has given last
+        self._summand_in_use: Summand | None = None  # what `partial` or `summand` has given last
         self._shared: dict[torch.device, list[torch.Tensor]] = {}
-        self._split: dict[tuple[int, torch.dtype, torch.device], tuple[torch.Tensor, PartitionedAllReduce]] = {}
+        self._partitioned: dict[tuple[int, torch.dtype, torch.device], tuple[torch.Tensor, PartitionedAllReduce]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorGroup:
         return self  # copies of a model communicate with the same ranks
@@ -91,31 +91,31 @@ class TensorGroup:
         own = sum(slot.nbytes for slot in self._slots.values()) + self._sums.nbytes
         return own + shared // len(self.comm.node_ranks)
 
-    def pieces(self, length: int) -> list[int]:
+    def piece_lengths(self, length: int) -> list[int]:
         """Lengths of the ranks' pieces of a sequence."""
         return even_counts(length, self.ranks)
 
-    def bounds(self, length: int) -> tuple[int, int]:
+    def piece_bounds(self, length: int) -> tuple[int, int]:
         """Start and end of this rank's piece of a sequence."""
-        before = sum(self.pieces(length)[: self.rank])
-        return before, before + self.pieces(length)[self.rank]
+        before = sum(self.piece_lengths(length)[: self.rank])
+        return before, before + self.piece_lengths(length)[self.rank]
 
     def partial(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """Uninitialised memory for one summand, of this shape and of the dtype and device of `like`. Collective.
 
-        The next call of any rank's may give the same memory again; in between comes a reduction.
+        Reduce it before the next call of `partial`, which may return the same memory.
         """
         key = (*shape, like.dtype, like.device)
-        found = self._partials.get(key)
-        if found is None:
+        summand = self._partials.get(key)
+        if summand is None:
             with torch.inference_mode(False):  # others may write into it later
                 nbytes = math.prod(shape) * like.element_size()
                 memory = self._slot(nbytes, like.device)[:nbytes].view(like.dtype).view(*shape)
-            if len(self._partials) == _KEPT:
+            if len(self._partials) == _MOST_PREPARED:
                 self._partials.pop(next(iter(self._partials)))
-            found = self._partials[key] = Summand(memory, self._prepare(memory), stays=False)
-        self._begun = found
-        return found.tensor
+            summand = self._partials[key] = Summand(memory, self._prepare(memory), is_kept_in_place=False)
+        self._summand_in_use = summand
+        return summand.tensor
 
     def _prepare(self, array: Any) -> Callable[[], object]:
         """Returns the sum of an array over the ranks, in place, checked and chosen once."""
@@ -125,38 +125,38 @@ class TensorGroup:
         """Returns the memory of `partial`, of at least so many bytes. Collective, if it has to grow for them."""
         slot = self._slots.get(device)
         if slot is None or slot.numel() < nbytes:
-            self._split.clear()
+            self._partitioned.clear()
             self._partials.clear()
             slot = self._slots[device] = self.comm.empty(nbytes, torch.uint8, device=device)
         return slot
 
     def _allocate_sums(self, nbytes: int, of_each: int) -> torch.Tensor:
-        """Makes memory for sums, and the slot as large as they are: a rank may have no free place when others do."""
+        """Makes memory for sums, and `partial`'s as large: one rank may lack a free buffer when others have one."""
         self._slot(of_each, torch.device("cpu"))
         return self.comm.empty(nbytes, torch.uint8)
 
     def summand(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """Uninitialised memory for one summand, which `all_reduce` makes the sum in place where it can. Collective.
 
-        Arguments as those of `partial`. For results that a model soon drops: there are few places.
+        For results that the model soon drops, as there are few such buffers. Arguments: see `partial`.
         """
-        found = self._sums.take(shape, like)
-        if found is None:
+        summand = self._sums.take(shape, like)
+        if summand is None:
             return self.partial(shape, like)
-        self._begun = found
-        return found.tensor
+        self._summand_in_use = summand
+        return summand.tensor
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Sums over the ranks. partial: what `partial` or `summand` has given last, not to be used afterwards.
 
         Collective.
         """
-        begun, self._begun = self._begun, None
+        begun, self._summand_in_use = self._summand_in_use, None
         assert begun is not None
         assert begun.tensor is partial
         self.traffic.count_all_reduce(partial)
         begun.reduce()
-        return partial if begun.stays else partial.clone()
+        return partial if begun.is_kept_in_place else partial.clone()
 
     def sum(self, x: torch.Tensor, *, is_kept: bool) -> torch.Tensor:
         """Sums a tensor over the ranks, which stays as it is. is_kept: a model keeps the sum for long. Collective."""
@@ -176,12 +176,12 @@ class TensorGroup:
         """
         self.traffic.count_all_reduce(partial)
         key = (partial.numel(), partial.dtype, partial.device)
-        if key not in self._split:
-            if len(self._split) == _KEPT:
-                self._split.pop(next(iter(self._split)))
+        if key not in self._partitioned:
+            if len(self._partitioned) == _MOST_PREPARED:
+                self._partitioned.pop(next(iter(self._partitioned)))
             flat = partial.view(-1)
-            self._split[key] = flat, self.comm.partitioned_all_reduce([flat])
-        flat, reduction = self._split[key]
+            self._partitioned[key] = flat, self.comm.partitioned_all_reduce([flat])
+        flat, reduction = self._partitioned[key]
         reduction.hand_in(flat)
         return reduction
 
@@ -196,7 +196,7 @@ class TensorGroup:
         partial: the ranks' pieces of [batch, length, width] one after the other, flat.
         """
         self.traffic.count_reduce_scatter(partial)
-        pieces = self.pieces(length)
+        pieces = self.piece_lengths(length)
         piece = partial.new_empty(batch, pieces[self.rank], width)
         self.comm.reduce_scatter(piece.view(-1), partial.view(-1), counts=[batch * n * width for n in pieces])
         return piece
@@ -211,7 +211,7 @@ class TensorGroup:
         Collective, as is the call of what it returns, before the next all-gather begins.
         """
         batch, _, width = piece.shape
-        pieces = self.pieces(length)
+        pieces = self.piece_lengths(length)
         everything = self._next_shared(batch * length * width, piece)
         self.traffic.count_all_gather(everything)
         parts = everything.split([batch * n * width for n in pieces])
@@ -236,7 +236,7 @@ class TensorGroup:
         is gathered meanwhile.
         """
         batch, _, width = piece.shape
-        pieces = self.pieces(length)
+        pieces = self.piece_lengths(length)
         chunks = [even_counts(n, min(_CHUNKS, *pieces)) for n in pieces]  # by rank
         everything = self._next_shared(batch * length * width, piece)
         self.traffic.count_all_gather(everything)
@@ -265,10 +265,10 @@ class TensorGroup:
         return self.comm.all_gather(everything, parts[self.rank], counts=counts, async_op=in_background)
 
     def _next_shared(self, count: int, like: torch.Tensor) -> torch.Tensor:
-        """Memory that is the same on all ranks of the node, of so many elements of the dtype and device of `like`.
+        """Returns memory that the node's ranks share: `count` elements of the dtype and device of `like`.
 
-        Two take turns: a rank writes to one again only after the other's all-gather, to which every rank comes when it
-        has read the first.
+        Two such memories take turns. A rank writes to the first again only after the all-gather of the second, which
+        every rank enters after it has read the first.
         """
         nbytes = count * like.element_size()
         pair = self._shared.get(like.device)
@@ -281,4 +281,4 @@ class TensorGroup:
     def check_inputs(self, x: torch.Tensor, what: str = "the inputs") -> None:
         """Raises TrainingError on every rank if the ranks have different inputs. Collective, with MPIDL_DEBUG=1."""
         if self.check:
-            refuse_different(self.comm, x, what)
+            refuse_different_inputs(self.comm, x, what)

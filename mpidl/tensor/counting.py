@@ -13,27 +13,27 @@ from ..errors import ConfigurationError
 from ..mesh import placement
 from .communication import Traffic
 from .parallelize import apply_styles, chosen_plan, tensor_parallels
-from .plans import Plan, matches
+from .plans import Plan, styled_modules
 from .tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _RankOfMesh:
     """Stands for a mesh and for its Communicator of tp, of which only the numbers are known."""
 
     rank: int
     size: int
     is_debugging: bool = False
 
-    def __getitem__(self, axis: str) -> _Rank:
+    def __getitem__(self, axis: str) -> _RankOfMesh:
         return self
 
-    def part(self, axis: str, division: str, color: int) -> _Rank:
+    def split_axis(self, axis: str, division: str, color: int) -> _RankOfMesh:
         """Returns a group of ranks, which is not asked for anything."""
         return self
 
 
-def outline(model: nn.Module, ranks: int, rank: int, plan: Plan | str | None = None) -> nn.Module:
+def cut_on_meta(model: nn.Module, ranks: int, rank: int, plan: Plan | str | None = None) -> nn.Module:
     """Copies a whole model to the meta device, cut as for a rank of tp. Not collective.
 
     ranks, rank: of tp.
@@ -47,14 +47,14 @@ def outline(model: nn.Module, ranks: int, rank: int, plan: Plan | str | None = N
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
     }
     memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
-    made = copy.deepcopy(model, memo)
-    tp = TensorParallel(_Rank(rank, ranks))  # type: ignore[arg-type]
-    chosen, _ = chosen_plan(made, plan, ranks, sequence_parallel=False)
-    apply_styles(made, matches(chosen, made), tp)
-    return made
+    outlined = copy.deepcopy(model, memo)
+    tp = TensorParallel(_RankOfMesh(rank, ranks))  # type: ignore[arg-type]
+    chosen, _ = chosen_plan(outlined, plan, ranks, sequence_parallel=False)
+    apply_styles(outlined, styled_modules(chosen, outlined), tp)
+    return outlined
 
 
-def slots_held(model: nn.Module) -> int:
+def exchange_bytes(model: nn.Module) -> int:
     """Bytes of the memory by which the cut layers of a model exchange activations, as far as there is any yet."""
     return sum(group.nbytes for tp in tensor_parallels(model) for group in tp.groups)
 

@@ -1,6 +1,6 @@
 """Cross-entropy over parts of the vocabulary, by two all-reduces of a few numbers a token.
 
-    most        max over the ranks                       so that no exp overflows
+    largest     max over the ranks                       so that no exp overflows
     sum         of exp, and the picked logit             whatever rank has it
     gradient    probabilities - 1 at the target          of this rank's tokens, without communication
 
@@ -42,7 +42,9 @@ def cross_entropy(
     """
     if isinstance(logits, VocabLogits):
         logits.group.check_inputs(target, "the targets")
-    if not isinstance(logits, VocabLogits) or not _has_losses(logits, target, weight, reduction, label_smoothing):
+    if not isinstance(logits, VocabLogits) or not _computes_on_parts(
+        logits, target, weight, reduction, label_smoothing
+    ):
         whole = logits.whole() if isinstance(logits, VocabLogits) else logits
         return F.cross_entropy(
             whole, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
@@ -73,10 +75,10 @@ def cross_entropy(
     return total.to(dtype)
 
 
-def _has_losses(
+def _computes_on_parts(
     logits: VocabLogits, target: torch.Tensor, weight: torch.Tensor | None, reduction: str, label_smoothing: float
 ) -> bool:
-    """Returns whether the arguments are as for parts; torch computes with others, or refuses them, on whole logits."""
+    """Tells whether the loss can be computed on parts; otherwise torch gets the whole logits."""
     dim = min(1, logits.dim() - 1)  # where torch looks for the vocabulary
     return (
         logits.vocab_dim == dim
@@ -101,24 +103,25 @@ class _TokenLosses(torch.autograd.Function):
         group: TensorGroup,
         tokens: int,
         weight: torch.Tensor | None,
-        smooths: bool,
+        has_smoothing: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         start, stop = run_of(tokens, group.ranks, group.rank)
         wide = logits.float() if logits.element_size() < 4 else logits
         rows = wide.shape[0]
-        most = wide.new_full((rows,), -torch.inf)
+        largest_logit = wide.new_full((rows,), -torch.inf)
         if stop > start:
-            torch.amax(wide, 1, out=most)
-        group.reduce_rows(most, "max")
-        shifted = wide - most.unsqueeze(1)
+            torch.amax(wide, 1, out=largest_logit)
+        group.reduce_rows(largest_logit, "max")
+        shifted = wide - largest_logit.unsqueeze(1)
         here = counted & (target >= start) & (target < stop)
         index = torch.where(here, target - start, 0)
-        summed = wide.new_zeros(3 if smooths else 2, rows)  # of exp; the picked logit; weight * logit, over all tokens
+        # Of exp; the picked logit; weight * logit, over all tokens.
+        summed = wide.new_zeros(3 if has_smoothing else 2, rows)
         if stop > start:
             summed[1] = torch.where(here, shifted.gather(1, index.unsqueeze(1)).squeeze(1), 0.0)
         weights = None if weight is None else weight[start:stop].to(wide.dtype)
         total = tokens if weight is None else weight.to(wide.dtype).sum()
-        if smooths:
+        if has_smoothing:
             summed[2] = shifted.sum(1) if weights is None else shifted @ weights
         probabilities = shifted.exp_()
         summed[0] = probabilities.sum(1)
@@ -126,23 +129,24 @@ class _TokenLosses(torch.autograd.Function):
         probabilities /= summed[0].unsqueeze(1)
         log_sum = summed[0].log()
         ctx.save_for_backward(probabilities, index, here, counted)
-        ctx.dtype, ctx.weights, ctx.total, ctx.smooths = logits.dtype, weights, total, smooths
+        ctx.dtype, ctx.weights, ctx.total, ctx.has_smoothing = logits.dtype, weights, total, has_smoothing
         zero = log_sum.new_zeros(())
         losses = torch.where(counted, log_sum - summed[1], zero)
-        smooth = torch.where(counted, total * log_sum - summed[2], zero) if smooths else torch.zeros_like(losses)
+        smooth = torch.where(counted, total * log_sum - summed[2], zero) if has_smoothing else torch.zeros_like(losses)
         return losses, smooth
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_losses: torch.Tensor, of_smooth: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_losses: torch.Tensor, grad_smooth: torch.Tensor) -> tuple[Any, ...]:
         probabilities, index, here, counted = ctx.saved_tensors
-        of_losses, of_smooth = (torch.where(counted, g, 0.0) for g in (of_losses, of_smooth))  # NaN if none counts
-        gradient = probabilities * (of_losses + of_smooth * ctx.total).unsqueeze(1)
+        # NaN if none counts.
+        grad_losses, grad_smooth = (torch.where(counted, g, 0.0) for g in (grad_losses, grad_smooth))
+        gradient = probabilities * (grad_losses + grad_smooth * ctx.total).unsqueeze(1)
         if gradient.shape[1]:
-            gradient.scatter_add_(1, index.unsqueeze(1), torch.where(here, -of_losses, 0.0).unsqueeze(1))
-        if ctx.smooths:
+            gradient.scatter_add_(1, index.unsqueeze(1), torch.where(here, -grad_losses, 0.0).unsqueeze(1))
+        if ctx.has_smoothing:
             one = 1.0 if ctx.weights is None else ctx.weights
-            gradient -= of_smooth.unsqueeze(1) * one
+            gradient -= grad_smooth.unsqueeze(1) * one
         return gradient.to(ctx.dtype), None, None, None, None, None, None
 
 

@@ -54,7 +54,7 @@ def materialize(model: nn.Module) -> nn.Module:
         if t.is_meta and t not in known:
             raise ConfigurationError(f"materialize: {name} is on the meta device and not from mpidl.deferred_init")
     if tp is not None:
-        _agree(tp, recorded)
+        _use_numbers_of_first_rank(tp, recorded)
     for recording, views in recorded:
         tape = recording.tape
         by_storage: dict[int, list[torch.Tensor]] = {}
@@ -62,18 +62,20 @@ def materialize(model: nn.Module) -> nn.Module:
             if t.is_meta:
                 by_storage.setdefault(view.storage, []).append(t)
 
-        def deliver(number: int, storage: torch.UntypedStorage, views: Any = views, of: Any = by_storage) -> None:
-            for t in of[number]:
-                give_memory(t, _part(t, views[t].over(storage)))
+        def keep_own_parts(
+            number: int, storage: torch.UntypedStorage, views: Any = views, tensors_of: Any = by_storage
+        ) -> None:
+            for t in tensors_of[number]:
+                give_value(t, _part(t, views[t].over(storage)))
 
         untouched = tape.first is not None and torch.equal(torch.get_rng_state(), tape.first)
-        tape.play(by_storage, deliver, by_storage)
+        tape.play(by_storage, keep_own_parts, by_storage)
         if untouched and tape.after_end is not None:
             torch.set_rng_state(tape.after_end)
     return model
 
 
-def give_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
+def give_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Makes a tensor on the meta device an ordinary one with this value, in place."""
     if isinstance(tensor, nn.Parameter):
         swap_in_place(tensor, nn.Parameter(value, tensor.requires_grad))
@@ -86,12 +88,12 @@ def _part(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return whole.clone(memory_format=torch.contiguous_format) if cut is None else cut.of(whole)
 
 
-def _agree(tp: TensorParallel, recorded: Views) -> None:
+def _use_numbers_of_first_rank(tp: TensorParallel, recorded: Views) -> None:
     """Takes the random numbers of the first rank of tp. Collective."""
     tapes = [recording.tape for recording, _ in recorded]
     digests = [tape.digest() for tape in tapes]
-    for rank, theirs in enumerate(all_gather_object(tp.comm, digests)):
-        if theirs != digests:
+    for rank, others in enumerate(all_gather_object(tp.comm, digests)):
+        if others != digests:
             raise ModelMismatch(f"materialize: rank {rank} of tp has built another model by deferred_init")
     for tape in tapes:
         drawing = [operation for operation in tape.operations if isinstance(operation.start, torch.Tensor)]

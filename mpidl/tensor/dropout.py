@@ -84,7 +84,7 @@ class IndexedDropout(TorchFunctionMode):
         """Drops a share p of the elements. dim: that of heads, if it is known."""
         if self._inside is not None:
             raise TrainingError(
-                f"dropout='by_index': a part of {self._inside} is computed by itself, as by an activation checkpoint "
+                f"dropout='by_index': a part of {self._inside} runs by itself, as in an activation checkpoint "
                 "within it; needs one around all of it"
             )
         kept = kept_elements(self._tp.cut_of(x, dim), p, _next_seed(), x.device)
@@ -187,7 +187,7 @@ class IndexedForward:
 
 
 def drop_by_index(model: nn.Module, tp: TensorParallel) -> None:
-    """Makes all dropout of a model go by index. Comes after all cuts."""
+    """Replaces all dropout of a model by dropout by index; call it after all cuts."""
     for name, module in model.named_modules():
         inside = next((region for region in tp.regions if name.startswith(f"{region}.")), None)
         run_around(module, tp, "Indexed", IndexedForward(tp, inside))

@@ -42,7 +42,7 @@ _TAKES_SIZES = re.compile(
 
 @dataclass
 class Flow:
-    """The ways that values take.
+    """Result of `follow`: where values went.
 
     leaks: elsewhere than to `end`.
     unknown: the first thing done to them that is not known.
@@ -66,10 +66,9 @@ def follow(
 
     module: of the method's class; branches that its settings rule out are not read.
     sources, end: functions as written, such as "self.up".
-    knows: tells whether an expression does to these values what it may: a call, a subscript, an attribute, a product of
-        matrices.
-    held: arguments that hold them from the beginning.
-    returns: whether the method may return them, to one that goes on.
+    knows: tells whether an expression (call, subscript, attribute, matrix product) may be applied to these values.
+    held: the method's arguments that hold such values at its start.
+    returns: the method may return them to its caller.
     """
     assert method.tree is not None
     follower = _Follower(module, sources, end, knows, held, returns)
@@ -94,7 +93,7 @@ class _Follower:
         self.flow = Flow()
 
     def follow(self, body: Iterable[ast.AST]) -> None:
-        """Reads statements in their order; a loop's body twice, as it may get what it has made."""
+        """Reads statements in order; a loop's body twice, as its second round may use results of the first."""
         for node in body:
             if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]

@@ -8,10 +8,10 @@
     row_product           product; g, or reduce-scatter            identity or all-gather, then products
     cut_sequence          this rank's piece                all-gather
     join_sequence         all-gather                       this rank's piece
-    cut_last              this rank's features             all-gather
-    join_last             all-gather of the features       this rank's features
+    cut_features          this rank's features             all-gather
+    join_features         all-gather of the features       this rank's features
     summed_gradients      identity, of parameters          all-reduce
-    told_of_backward      identity                         identity, and calls a function of the program
+    call_in_backward      identity                         identity, and calls a function of the program
 
 The first five are used at the borders of a region, inside which each rank has a summand of the gradient; those that cut
 and join are used where all ranks have the whole gradient. Every rank runs the functions in the same order, as
@@ -33,12 +33,12 @@ from .sizes import run_of
 
 
 def _without_graph() -> bool:
-    """Tells whether neither autograd nor the compiler makes a graph: their wrappers take as long as a short product."""
+    """Tells whether no graph is recorded; then the wrappers, which take as long as a short product, are skipped."""
     return not torch.compiler.is_compiling() and not torch.is_grad_enabled()
 
 
 def copy_to_region(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """[...] -> the same. Its gradient is the sum of the ranks'."""
+    """Copies x into a region: [...] -> [...]. The gradient is the sum of the ranks' gradients."""
     if _without_graph():
         group.check_inputs(x)
         return x
@@ -52,43 +52,43 @@ def _copy_to_region(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
 
 @uncompiled
 def sum_of_region(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """[...] -> the sum over the ranks."""
+    """Sums a region's results over the ranks: [...] -> [...]."""
     return _Sum.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @uncompiled
 def gather_to_region(x: torch.Tensor, group: TensorGroup, length: int) -> torch.Tensor:
-    """[batch, piece, width] -> [batch, length, width]. Its gradient is this rank's piece of the sum of the ranks'."""
+    """Gathers pieces: [batch, piece, width] -> [batch, length, width]. Backward reduce-scatters the gradient."""
     return _Gather.apply(x, group, length)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @uncompiled
 def cut_sequence(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """[batch, length, width] -> [batch, piece, width]."""
+    """Cuts sequences to this rank's piece: [batch, length, width] -> [batch, piece, width]."""
     return _CutSequence.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @uncompiled
 def join_sequence(x: torch.Tensor, group: TensorGroup, length: int) -> torch.Tensor:
-    """[batch, piece, width] -> [batch, length, width]."""
+    """Joins the ranks' pieces of sequences: [batch, piece, width] -> [batch, length, width]."""
     return _JoinSequence.apply(x, group, length)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @uncompiled
-def cut_last(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """[..., features] -> [..., this rank's features]."""
-    return _CutLast.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+def cut_features(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """Cuts x to this rank's features: [..., features] -> [..., own features]."""
+    return _CutFeatures.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @uncompiled
-def join_last(x: torch.Tensor, group: TensorGroup, size: int) -> torch.Tensor:
-    """[..., this rank's features] -> [..., features]. size: their number."""
-    return _JoinLast.apply(x, group, size)  # type: ignore[no-any-return, no-untyped-call]
+def join_features(x: torch.Tensor, group: TensorGroup, size: int) -> torch.Tensor:
+    """Joins the ranks' features: [..., own features] -> [..., features]. size: number of all features."""
+    return _JoinFeatures.apply(x, group, size)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @uncompiled
 def summed_gradients(parameters: Sequence[torch.Tensor], group: TensorGroup) -> Sequence[torch.Tensor]:
-    """[...] each -> the same. Their gradients are the sums of the ranks', in one all-reduce.
+    """Returns the parameters as they are; backward sums their gradients over the ranks, in one all-reduce.
 
     It is a part of the graph, so a gradient is summed where this graph makes it: once in each backward pass, and not
     where the same parameter is used otherwise.
@@ -97,9 +97,9 @@ def summed_gradients(parameters: Sequence[torch.Tensor], group: TensorGroup) -> 
 
 
 @uncompiled
-def told_of_backward(x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
-    """[...] -> the same. A backward pass that comes here calls `call`."""
-    return _Told.apply(x, call)  # type: ignore[no-any-return, no-untyped-call]
+def call_in_backward(x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+    """Returns x as it is; a backward pass that reaches it calls `call`."""
+    return _CallInBackward.apply(x, call)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class CutProduct:
         """Returns the weight as [in, out]."""
         return weight.t() if self.out_in else weight
 
-    def of_weight(self, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    def weight_gradient(self, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """Computes the weight's gradient.
 
         x: [rows, in].
@@ -131,10 +131,10 @@ class CutProduct:
 def column_product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, setting: CutProduct
 ) -> torch.Tensor:
-    """[..., in] -> [..., out]: x @ weight + bias, of which this rank has the features of `out` that it holds.
+    """Computes this rank's features of x @ weight + bias: [..., in] -> [..., own out].
 
-    Of a piece of sequences, which is gathered in either pass, [batch, piece, in] -> [batch, length, out]. Backward, the
-    sum over the ranks of the input's gradient begins before the weight's gradient is computed.
+    With sequences in pieces: [batch, piece, in] -> [batch, length, own out]; forward and backward gather the pieces.
+    Backward starts to sum the input's gradient over the ranks before it computes the weight's gradient.
     """
     if _without_graph():
         return _column_product(x, weight, bias, setting)
@@ -151,12 +151,12 @@ def row_product(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     setting: CutProduct,
-    sums: Sums | None = None,
+    sums: KeepsRowSums | None = None,
 ) -> torch.Tensor:
-    """[..., in] -> [..., out]: x @ weight, summed over the ranks, plus the bias, which is added once.
+    """Sums x @ weight over the ranks and adds the bias once: [..., own in] -> [..., out].
 
     x, weight: this rank's features of `in`. In pieces of sequences [batch, length, in] -> [batch, piece, out].
-    sums: keeps the result, or gives one that it has kept, which is the result without communication.
+    sums: stores the result in the first run; in a second run gives it back, without communication.
     """
     if _without_graph():
         return _row_product(x, weight, bias, setting, sums)
@@ -168,7 +168,7 @@ def _row_product_in_graph(*arguments: Any) -> torch.Tensor:
     return _RowProduct.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class Sums(Protocol):
+class KeepsRowSums(Protocol):
     """Keeps results of row products for a second run, as `kept_sums` does."""
 
     def take(self) -> torch.Tensor | None:
@@ -243,7 +243,7 @@ class _JoinSequence(torch.autograd.Function):
         return _own_piece(gradient, ctx.group).contiguous(), None, None
 
 
-class _CutLast(torch.autograd.Function):
+class _CutFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
         ctx.group, ctx.size = group, x.shape[-1]
@@ -254,14 +254,14 @@ class _CutLast(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _joined(gradient, ctx.group, ctx.size), None
+        return _gather_features(gradient, ctx.group, ctx.size), None
 
 
-class _JoinLast(torch.autograd.Function):
+class _JoinFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: TensorGroup, size: int) -> torch.Tensor:
         ctx.run = run_of(size, group.ranks, group.rank)
-        return _joined(x, group, size)
+        return _gather_features(x, group, size)
 
     @staticmethod
     @once_differentiable
@@ -269,7 +269,7 @@ class _JoinLast(torch.autograd.Function):
         return gradient[..., ctx.run[0] : ctx.run[1]], None, None
 
 
-def _joined(x: torch.Tensor, group: TensorGroup, size: int) -> torch.Tensor:
+def _gather_features(x: torch.Tensor, group: TensorGroup, size: int) -> torch.Tensor:
     rows = rows_of(x)
     whole = x.new_empty(size, rows.shape[0])
     runs = (run_of(size, group.ranks, rank) for rank in range(group.ranks))
@@ -296,7 +296,7 @@ class _SumOfGradients(torch.autograd.Function):
         return None, *(part.view(g.shape) for part, g in zip(summed, gradients, strict=True))
 
 
-class _Told(torch.autograd.Function):
+class _CallInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
         ctx.call = call
@@ -325,7 +325,7 @@ class _ColumnProduct(torch.autograd.Function):
         group, length = ctx.setting.group, ctx.setting.length
         flat = rows_of(gradient)
         matrix = ctx.setting.matrix(weight).t()
-        of_x = of_weight = of_bias = reduction = gather = None
+        grad_x = grad_weight = grad_bias = reduction = gather = None
         if ctx.needs_input_grad[1] and length is not None:
             gather = group.begin_all_gather(x, length)
         if ctx.needs_input_grad[0] and length is None:
@@ -333,14 +333,14 @@ class _ColumnProduct(torch.autograd.Function):
             torch.mm(flat, matrix, out=partial)
             reduction = group.begin_all_reduce(partial)
         elif ctx.needs_input_grad[0]:
-            of_x = _scattered_product(gradient, matrix, group)
+            grad_x = _scattered_product(gradient, matrix, group)
         if ctx.needs_input_grad[1]:
-            of_weight = ctx.setting.of_weight(rows_of(x if gather is None else gather()), flat)
+            grad_weight = ctx.setting.weight_gradient(rows_of(x if gather is None else gather()), flat)
         if ctx.needs_input_grad[2]:
-            of_bias = flat.sum(0)
+            grad_bias = flat.sum(0)
         if reduction is not None:
-            of_x = group.finish_all_reduce(partial, reduction).view(x.shape)
-        return of_x, of_weight, of_bias, None
+            grad_x = group.finish_all_reduce(partial, reduction).view(x.shape)
+        return grad_x, grad_weight, grad_bias, None
 
 
 class _RowProduct(torch.autograd.Function):
@@ -351,7 +351,7 @@ class _RowProduct(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         setting: CutProduct,
-        sums: Sums | None,
+        sums: KeepsRowSums | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.setting = setting
@@ -364,13 +364,13 @@ class _RowProduct(torch.autograd.Function):
         setting = ctx.setting
         if setting.length is not None:
             gradient = setting.group.all_gather(gradient, setting.length)
-        flat, of_x, of_weight = rows_of(gradient), None, None
-        of_bias = flat.sum(0) if ctx.needs_input_grad[2] else None  # of whole sequences: it needs no sum over the ranks
+        flat, grad_x, grad_weight = rows_of(gradient), None, None
+        grad_bias = flat.sum(0) if ctx.needs_input_grad[2] else None  # of whole sequences: needs no sum over the ranks
         if ctx.needs_input_grad[0]:
-            of_x = flat.mm(setting.matrix(weight).t()).view(x.shape)
+            grad_x = flat.mm(setting.matrix(weight).t()).view(x.shape)
         if ctx.needs_input_grad[1]:
-            of_weight = setting.of_weight(rows_of(x), flat)
-        return of_x, of_weight, of_bias, None, None
+            grad_weight = setting.weight_gradient(rows_of(x), flat)
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 def _column_product(
@@ -392,7 +392,7 @@ def _column_product(
 
 
 def _row_product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, setting: CutProduct, sums: Sums | None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, setting: CutProduct, sums: KeepsRowSums | None
 ) -> torch.Tensor:
     y = None if sums is None else sums.take()
     if y is not None:
@@ -414,7 +414,7 @@ def _row_product(
 def _product_by_chunks(
     piece: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, group: TensorGroup, length: int
 ) -> torch.Tensor:
-    """[batch, piece, in] -> [batch, length, out]: x @ matrix + bias of the gathered x, of which there is no copy."""
+    """Computes gathered x @ matrix + bias by chunks, without a copy of the gathered x: -> [batch, length, out]."""
     y = piece.new_empty(piece.shape[0], length, matrix.shape[1])
     for start, tokens in group.all_gather_by_chunks(piece, length):
         for sequence, target in zip(tokens, y, strict=True):
@@ -427,7 +427,7 @@ def _product_by_chunks(
 
 
 def _scattered_product(x: torch.Tensor, matrix: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """[batch, length, in] -> [batch, piece, out]: this rank's piece of the sum of x @ matrix over the ranks."""
+    """Sums x @ matrix over the ranks and returns this rank's piece: [batch, length, in] -> [batch, piece, out]."""
     batch, length = x.shape[:2]
     partial = group.partial((batch * length * matrix.shape[1],), x)
     for part, piece in _by_piece(partial, x, group, matrix.shape[1]):
@@ -436,12 +436,12 @@ def _scattered_product(x: torch.Tensor, matrix: torch.Tensor, group: TensorGroup
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """[..., width] -> [rows, width], also for a width of 0."""
+    """Flattens to rows: [..., width] -> [rows, width], also for a width of 0."""
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _own_piece(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    start, stop = group.bounds(x.shape[1])
+    start, stop = group.piece_bounds(x.shape[1])
     return x[:, start:stop]
 
 
@@ -450,7 +450,7 @@ def _by_piece(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Lists for each rank the place of its [batch, piece, width] in `partial`, and its piece of x."""
     batch, length = x.shape[:2]
-    pieces = group.pieces(length)
+    pieces = group.piece_lengths(length)
     parts = partial.split([batch * n * width for n in pieces])
     return [
         (part.view(batch, n, width), piece) for part, n, piece in zip(parts, pieces, x.split(pieces, 1), strict=True)

@@ -28,7 +28,7 @@ class KeptSums:
 
     @contextlib.contextmanager
     def run(self, module: nn.Module) -> Iterator[None]:
-        """Inside, the module runs: the first time its layers keep their outputs, and afterwards they take them."""
+        """Context of one run of the module: in the first its layers keep their outputs, in later ones take them."""
         self._next = 0 if self._ran else None
         self._ran = True
         before = [(tp, tp.kept_sums) for tp in _tensor_parallels(module)]

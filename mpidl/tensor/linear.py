@@ -23,8 +23,8 @@ from ..mesh import Cut, Mesh, place, placement
 from .assigned import keep_placements
 from .communication import TensorGroup
 from .forward_wrapper import has_own_forward, run_around
-from .functions import CutProduct, column_product, cut_last, join_last, row_product
-from .local_elements import FeaturesHere, Part
+from .functions import CutProduct, column_product, cut_features, join_features, row_product
+from .local_elements import LocalFeatures, LocalPart
 from .lora import adapters, base_of, is_adapted, variant_of
 from .saving import refuse_to_save_parts
 from .sizes import Run, run_of
@@ -98,7 +98,7 @@ def cut_parameter(p: torch.Tensor, dim: int, runs: Iterable[Run], tp: TensorPara
         )
 
 
-def make_column(
+def make_column_parallel(
     layer: Any,
     tp: TensorParallel,
     runs: Iterable[Run],
@@ -115,19 +115,19 @@ def make_column(
     if is_adapted(layer):
         _make_adapted_column(layer, tp, runs, copies_input=copies_input, counted=counted)
         return
-    out_in, out_name, _ = _kind(layer)
+    out_in, out_name, _ = _entry_of_cut_layer(layer)
     cut_parameter(layer.weight, 0 if out_in else 1, runs, tp, counted=counted)
     if layer.bias is not None:
         cut_parameter(layer.bias, 0, runs, tp, counted=counted)
     if out_name:
         tp.set(layer, out_name, sum(stop - start for start, stop in runs))
     if copies_input:
-        _become(layer, _ColumnParallel, tp)
+        _mix_in(layer, _ColumnParallel, tp)
     elif tp.sequence_parallel:
-        _become(layer, _InRegion, tp)
+        _mix_in(layer, _InRegion, tp)
 
 
-def make_row(layer: Any, tp: TensorParallel, runs: Iterable[Run], *, ends_region: bool = True) -> None:
+def make_row_parallel(layer: Any, tp: TensorParallel, runs: Iterable[Run], *, ends_region: bool = True) -> None:
     """Keeps this rank's features of `in`, and lets the layer sum its products over the ranks.
 
     ends_region: the layer is the last of a region.
@@ -136,28 +136,28 @@ def make_row(layer: Any, tp: TensorParallel, runs: Iterable[Run], *, ends_region
     if is_adapted(layer):
         _make_adapted_row(layer, tp, runs)
         return
-    out_in, _, in_name = _kind(layer)
+    out_in, _, in_name = _entry_of_cut_layer(layer)
     cut_parameter(layer.weight, 1 if out_in else 0, runs, tp)
     if in_name:
         tp.set(layer, in_name, sum(stop - start for start, stop in runs))
     layer._ends_region = ends_region
     tp.changes.append(lambda: delattr(layer, "_ends_region"))
-    _become(layer, _RowParallel, tp)
+    _mix_in(layer, _RowParallel, tp)
 
 
-def begin_regions(layer: nn.Module, tp: TensorParallel, part: Part, dropouts: Dropouts | None = None) -> None:
+def begin_regions(layer: nn.Module, tp: TensorParallel, part: LocalPart, dropouts: Dropouts | None = None) -> None:
     """Lets a column-parallel layer begin a region by itself, with random numbers of the rank's own until it ends.
 
     part: what this rank computes of the region.
     dropouts: of the region, which a row-parallel layer ends; None where neither is known.
     """
-    tp.keep(layer.register_forward_hook(_BeginsRegion(tp, part, dropouts)))
+    tp.keep(layer.register_forward_hook(_BeginRegionHook(tp, part, dropouts)))
 
 
-class _BeginsRegion:
+class _BeginRegionHook:
     """A forward hook, for `begin_regions`. A region that maybe no row-parallel layer ends is ended in backward."""
 
-    def __init__(self, tp: TensorParallel, part: Part, dropouts: Dropouts | None) -> None:
+    def __init__(self, tp: TensorParallel, part: LocalPart, dropouts: Dropouts | None) -> None:
         self._tp, self._part, self._dropouts = tp, part, dropouts
 
     def __call__(self, layer: nn.Module, args: Any, output: torch.Tensor) -> None:
@@ -166,7 +166,7 @@ class _BeginsRegion:
 
     @uncompiled
     def _begin(self, output: torch.Tensor) -> None:
-        self._tp.part = self._part
+        self._tp.local_part = self._part
         if self._tp.region_length is None and (self._dropouts is None or self._dropouts):
             self._tp.begin_stream(output.device, of_region=True)
         if self._dropouts is None and output.requires_grad:
@@ -179,37 +179,37 @@ class _BeginsRegion:
 def _make_adapted_column(
     layer: Any, tp: TensorParallel, runs: tuple[Run, ...], *, copies_input: bool, counted: bool
 ) -> None:
-    make_column(layer.base_layer, tp, runs, copies_input=False, counted=counted)
+    make_column_parallel(layer.base_layer, tp, runs, copies_input=False, counted=counted)
     for a, b in adapters(layer):
         if tp.sequence_parallel:
-            _become(a, _InRegion, tp)
+            _mix_in(a, _InRegion, tp)
         tp.sum_gradients(a, if_in_pieces=False)
-        make_column(b, tp, runs, copies_input=False, counted=counted)
+        make_column_parallel(b, tp, runs, copies_input=False, counted=counted)
     _set_if_there(layer, "out_features", sum(stop - start for start, stop in runs), tp)
 
     def around(layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if copies_input:
             args = tp.enter_region(args[0]), *args[1:]
-        part, tp.part = tp.part, None  # an adapter drops elements of its input, which is whole
+        part, tp.local_part = tp.local_part, None  # an adapter drops elements of its input, which is whole
         try:
             return forward(*args, **kwargs)
         finally:
-            tp.part = part
+            tp.local_part = part
 
     run_around(layer, tp, "AdaptedColumn", around)
 
 
 def _make_adapted_row(layer: Any, tp: TensorParallel, runs: tuple[Run, ...]) -> None:
-    make_row(layer.base_layer, tp, runs, ends_region=False)
+    make_row_parallel(layer.base_layer, tp, runs, ends_region=False)
     for a, b in adapters(layer):
-        make_row(a, tp, runs, ends_region=False)
+        make_row_parallel(a, tp, runs, ends_region=False)
         tp.sum_gradients(b, if_in_pieces=True)
     _set_if_there(layer, "in_features", sum(stop - start for start, stop in runs), tp)
-    tp.keep(layer.register_forward_pre_hook(_BeginsStream(tp, Dropouts(layer))))
+    tp.keep(layer.register_forward_pre_hook(_BeginStreamHook(tp, Dropouts(layer))))
     tp.keep(layer.register_forward_hook(lambda *_: tp.end_region(), always_call=True))
 
 
-class _BeginsStream:
+class _BeginStreamHook:
     """A forward pre-hook of a row-parallel layer with adapters, which drop elements. A copy's is of its own dropout."""
 
     def __init__(self, tp: TensorParallel, dropouts: Dropouts) -> None:
@@ -225,7 +225,7 @@ def _set_if_there(layer: Any, name: str, value: int, tp: TensorParallel) -> None
         tp.set(layer, name, value)
 
 
-def _kind(layer: Any) -> tuple[bool, str, str]:
+def _entry_of_cut_layer(layer: Any) -> tuple[bool, str, str]:
     """Returns the entry of a linear layer, also of one that the program has changed since it was cut."""
     found = _entry_of(base_of(layer))
     assert found is not None  # `sizes_of` was asked before
@@ -241,7 +241,7 @@ class _ColumnParallel(nn.Module):
         """[..., in] -> [..., this rank's features of out]; of pieces of sequences, [batch, length, ...]."""
         tp = self._tensor_parallel
         x, weight, bias = _autocast(input, self.weight, self.bias)
-        return column_product(x, weight, bias, CutProduct(tp.group, _kind(self)[0], tp.begin_region(x)))
+        return column_product(x, weight, bias, CutProduct(tp.group, _entry_of_cut_layer(self)[0], tp.begin_region(x)))
 
 
 class _InRegion(nn.Module):
@@ -255,7 +255,7 @@ class _InRegion(nn.Module):
         if gathered is None or input is not gathered.x:
             return super().forward(input)  # type: ignore[no-any-return, misc]
         x, weight, bias = _autocast(input, self.weight, self.bias)
-        return gathered.product(x, weight, bias, out_in=_kind(self)[0])
+        return gathered.product(x, weight, bias, out_in=_entry_of_cut_layer(self)[0])
 
 
 class _RowParallel(nn.Module):
@@ -270,7 +270,7 @@ class _RowParallel(nn.Module):
         x, weight, bias = _autocast(input, self.weight, self.bias)
         if self._ends_region:
             tp.end_region()
-        out_in, length = _kind(self)[0], tp.region_length
+        out_in, length = _entry_of_cut_layer(self)[0], tp.region_length
         return row_product(x, weight, bias, CutProduct(tp.group, out_in, length), tp.kept_sums)
 
 
@@ -282,7 +282,7 @@ def _autocast(x: torch.Tensor, *parameters: Any) -> tuple[Any, ...]:
     return tuple(None if t is None else t.to(dtype) for t in (x, *parameters))
 
 
-def _become(layer: Any, mixin: type[nn.Module], tp: TensorParallel) -> None:
+def _mix_in(layer: Any, mixin: type[nn.Module], tp: TensorParallel) -> None:
     layer._tensor_parallel = tp
     tp.changes.append(lambda: delattr(layer, "_tensor_parallel"))
     tp.set(layer, "__class__", _derived(type(layer), mixin))
@@ -299,24 +299,24 @@ def _derived(cls: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
 _DERIVED: dict[tuple[type, type], type] = {}
 
 
-class _Gathers:
+class _GatherOutput:
     """A forward hook of a column-parallel layer, whose output is to be whole. size: of all features."""
 
     def __init__(self, group: TensorGroup, size: int) -> None:
         self._group, self._size = group, size
 
     def __call__(self, layer: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return join_last(output, self._group, self._size)
+        return join_features(output, self._group, self._size)
 
 
-class _Cuts:
+class _CutInput:
     """A forward pre-hook of a row-parallel layer, whose input is whole."""
 
     def __init__(self, group: TensorGroup) -> None:
         self._group = group
 
     def __call__(self, layer: nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
-        return cut_last(args[0], self._group)
+        return cut_features(args[0], self._group)
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -346,11 +346,11 @@ class ColumnParallelLinear(nn.Linear):
         super().__init__(in_features, out_features, bias, **kwargs)
         tp = TensorParallel.of_layers(mesh)
         run = run_of(out_features, tp.ranks, tp.rank)
-        make_column(self, tp, [run], copies_input=True)
+        make_column_parallel(self, tp, [run], copies_input=True)
         if gather_output:
-            self.register_forward_hook(_Gathers(tp.group, out_features))
+            self.register_forward_hook(_GatherOutput(tp.group, out_features))
         else:
-            begin_regions(self, tp, FeaturesHere("ColumnParallelLinear", (run,), out_features))
+            begin_regions(self, tp, LocalFeatures("ColumnParallelLinear", (run,), out_features))
         refuse_to_save_parts(self, tp)
         keep_placements(self, tp)
 
@@ -377,8 +377,8 @@ class RowParallelLinear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, **kwargs)
         tp = TensorParallel.of_layers(mesh)
-        make_row(self, tp, [run_of(in_features, tp.ranks, tp.rank)])
+        make_row_parallel(self, tp, [run_of(in_features, tp.ranks, tp.rank)])
         if not input_is_parallel:
-            self.register_forward_pre_hook(_Cuts(tp.group))
+            self.register_forward_pre_hook(_CutInput(tp.group))
         refuse_to_save_parts(self, tp)
         keep_placements(self, tp)

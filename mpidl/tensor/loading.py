@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import ConfigurationError
 from ..job.agreement import check_everywhere
 from ..model_files import ModelFiles, Rename, elements
-from .deferred import give_memory, recorded_views
+from .deferred import give_value, recorded_views
 from .tensor_parallel import ATTRIBUTE, TensorParallel
 
 
@@ -30,8 +30,9 @@ def load_safetensors(model: nn.Module, path: str | Path, *, rename: Rename | Non
 
     model: cut by `parallelize`, or whole; on the meta device or not.
     path: a file, or a directory as Hugging Face saves it.
-    rename: from a name in the files to the model's; None from it leaves a tensor out. Values are converted to the
-        model's dtypes. Of tied weights the files may have one.
+    rename: from a name in the files to the model's; None from it leaves a tensor out.
+
+    Converts values to the model's dtypes. Of tied weights the files may hold one.
 
     Raises ConfigurationError on every rank for files that cannot be read, missing and unexpected names, other shapes,
     and buffers on the meta device that nothing computes; the model is not to be used then.
@@ -64,7 +65,7 @@ def _load(files: ModelFiles) -> None:
             stored = read(files.names_in_files(tensor)[0])
             value = elements(stored, tensor, 0, tensor.numel()).reshape(tensor.shape)
             if tensor.is_meta:
-                give_memory(tensor, value.to(tensor.dtype))
+                give_value(tensor, value.to(tensor.dtype))
             else:
                 tensor.copy_(value)
 
@@ -78,10 +79,10 @@ def _fill_buffers(model: nn.Module, files: ModelFiles, tp: TensorParallel | None
     left = {t: name for name, t in model.named_buffers() if t.is_meta and t not in files.tensors}
     for recording, views in recorded_views(model) if tp is None else tp.recorded:
         for t in [t for t in left if t in views]:
-            give_memory(t, recording.tape.value(views[t]).clone())
+            give_value(t, recording.tape.value(views[t]).clone())
             del left[t]
     for t in left:
-        give_memory(t, _unset(t))
+        give_value(t, _unset(t))
     for module, owner in _owners(model, set(left)):
         owner._init_weights(module)
     for t, name in left.items():

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from ..errors import TrainingError
 from ..mesh import Cut
-from .sizes import Run, in_elements
+from .sizes import Run, to_elements
 
 
 @dataclass(frozen=True)
-class Part:
+class LocalPart:
     """The part of a region that a rank computes. name: of the region, for messages."""
 
     name: str
@@ -29,7 +29,7 @@ class Part:
         """
         raise NotImplementedError
 
-    def _extend(self, shape: Sequence[int], dim: int, size: int, runs: Sequence[Run]) -> Cut:
+    def _cut_along(self, shape: Sequence[int], dim: int, size: int, runs: Sequence[Run]) -> Cut:
         dim %= len(shape)
         return Cut.along((*shape[:dim], size, *shape[dim + 1 :]), dim, runs)
 
@@ -38,7 +38,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class HeadsHere(Part):
+class LocalHeads(LocalPart):
     """Heads of an attention.
 
     heads: those of this rank, of `all_heads`.
@@ -55,15 +55,15 @@ class HeadsHere(Part):
         if dim is None and len(shape) == 4:
             dim = 1
         if dim is not None and shape[dim] == here:
-            return self._extend(shape, dim, self.all_heads, [self.heads])
+            return self._cut_along(shape, dim, self.all_heads, [self.heads])
         width = shape[-1] // here
         if dim is None and width in self.widths and shape[-1] % here == 0:
-            return self._extend(shape, -1, self.all_heads * width, [in_elements(self.heads, width)])
+            return self._cut_along(shape, -1, self.all_heads * width, [to_elements(self.heads, width)])
         raise self._refuse(shape, f"[batch, {here} heads, q, k], or {here} heads in a row last")
 
 
 @dataclass(frozen=True)
-class FeaturesHere(Part):
+class LocalFeatures(LocalPart):
     """Features of a feed-forward network or of a single layer. runs: those of this rank, of `size`."""
 
     runs: tuple[Run, ...]
@@ -73,6 +73,6 @@ class FeaturesHere(Part):
         """Finds features in the last dimension: all segments of them, or one."""
         for runs, size in ((self.runs, self.size), (self.runs[:1], self.size // len(self.runs))):
             if shape[-1] == sum(stop - start for start, stop in runs):
-                return self._extend(shape, -1, size, runs)
+                return self._cut_along(shape, -1, size, runs)
         here = sum(stop - start for start, stop in self.runs)
         raise self._refuse(shape, f"{here} features last")

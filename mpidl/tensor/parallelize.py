@@ -1,6 +1,9 @@
 """Cuts a model over the ranks of tp, in place, by a plan, and makes it whole again.
 
 model, mesh -> plan (given, ready or automatic) -> checks, the same on every rank -> each style cuts its module
+
+Every rank of tp calls `parallelize` with the same arguments. What may fail on one rank runs inside `check_everywhere`,
+so an error on one rank is an error on all, before a style communicates.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from .assigned import keep_placements
 from .automatic import automatic_plan
 from .deferred import recorded_views
 from .dropout import drop_by_index
-from .input_check import refuse_different_models
-from .plans import Found, Plan, matches
+from .input_check import refuse_different_arguments, refuse_different_models
+from .plans import Plan, StyledModules, styled_modules
 from .ready_plans import PLANS, plan_for
 from .saving import refuse_to_save_parts, without_marks
 from .source import methods_of
@@ -56,14 +59,14 @@ def parallelize(
         sequences, which takes the memory of activations down by the number of ranks.
     dropout: "streams" for random numbers of each rank's own where ranks compute different things; "by_index" to drop
         the same elements for every tp, also 1, which takes more time and memory.
-    overlap: of sequence_parallel: the input of a column-parallel layer is gathered in chunks, each during the product
-        of the one before, and in backward during the product of the input's gradient; "auto" does so where tp goes over
-        several nodes, or the ranks of each node leave a core for it. Sums of products then round otherwise. Collective
-        over tp.
+    overlap: with sequence_parallel, gathers the input of a column-parallel layer in chunks, each during the product of
+        the chunk before, and in backward during the product that gives the input's gradient; "auto" does so if tp
+        spans several nodes, or if each node has a core to spare. Sums of products then round differently.
     leave_whole: of plan="auto": modules that it does not cut, nor anything in them, by names as in a plan.
 
-    What "auto" cuts is tried: a copy of each kind of block is run cut and whole, here with its input alone, where what
-    differs stays whole, and when a block is first called with such arguments, where that is a ConfigurationError.
+    "auto" checks what it cuts: it runs a copy of each kind of block cut and whole and compares. `parallelize` does so
+    with the block's input alone, and leaves whole what differs. The first call of a block with other arguments
+    repeats the check; a difference there is a ConfigurationError.
 
     Before training, give torch's default generator one seed on all ranks of tp, and different ones over dp.
 
@@ -72,6 +75,50 @@ def parallelize(
     """
     if not isinstance(mesh, Mesh):
         raise ConfigurationError(f"parallelize: mesh: got {type(mesh).__name__}; needs a mpidl.Mesh")
+    check_everywhere(mesh["tp"], lambda: _check_arguments(model, plan, dropout, overlap, leave_whole))
+    compared: dict[str, Any] = {"plan": plan if plan is None or isinstance(plan, str) else "a dict"}
+    compared |= {"sequence_parallel": bool(sequence_parallel), "dropout": dropout}
+    compared |= {"overlap": overlap if overlap == "auto" else bool(overlap), "leave_whole": sorted(leave_whole)}
+    refuse_different_arguments(mesh["tp"], compared)
+    cuts, by_index = mesh.size("tp") > 1, dropout == "by_index"
+    left_whole = check_everywhere(mesh["tp"], lambda: _reasons_to_leave_whole(leave_whole, model))
+    report, styled = _make_plan(model, plan, mesh, left_whole, sequence_parallel=sequence_parallel)
+    trials = None
+    while plan == "auto" and cuts:
+        trials = _trials(model, styled, mesh, trials, sequence_parallel=sequence_parallel)
+        differing = trials.find_differing_regions()
+        if not differing:
+            break
+        if sequence_parallel:
+            name, how = next(iter(differing.items()))
+            raise ConfigurationError(f"sequence_parallel: plan='auto': {name}: {how}; needs a plan by hand")
+        left_whole |= differing
+        report, styled = _make_plan(model, plan, mesh, left_whole, sequence_parallel=False)
+    if not cuts and not by_index:
+        return model
+    overlaps = cuts and sequence_parallel and (gains_by_overlap(mesh) if overlap == "auto" else bool(overlap))
+    tp = TensorParallel(mesh, sequence_parallel=sequence_parallel, by_index=by_index, overlaps=overlaps)
+    tp.model = weakref.ref(model)
+    if cuts:
+        if report and mesh.comm.rank == 0:
+            print("\n".join(report), flush=True)
+        tp.recorded = recorded_views(model)
+        check_everywhere(mesh["tp"], lambda: apply_styles(model, styled, tp))
+        refuse_to_save_parts(model, tp)
+        keep_placements(model, tp)
+        if trials is not None:
+            trials.try_at_first_calls(tp)
+    tp.end_passes_of(model)
+    if by_index:
+        drop_by_index(model, tp)
+    setattr(model, ATTRIBUTE, tp)
+    return model
+
+
+def _check_arguments(
+    model: nn.Module, plan: Plan | str | None, dropout: str, overlap: bool | str, leave_whole: Sequence[str]
+) -> None:
+    """Raises ConfigurationError or UsageError for arguments of `parallelize` that cannot work."""
     if dropout not in ("streams", "by_index"):
         raise ConfigurationError(f"parallelize: dropout: got {dropout!r}; needs 'streams' or 'by_index'")
     if overlap not in (True, False, "auto"):
@@ -84,73 +131,42 @@ def parallelize(
         raise ConfigurationError("parallelize: leave_whole: got names without plan='auto'; leave them out of the plan")
     if getattr(model, ATTRIBUTE, None) is not None or any(placement(p).cut is not None for p in model.parameters()):
         raise UsageError("parallelize: the model is cut already; needs a whole one")
-    cuts, by_index = mesh.size("tp") > 1, dropout == "by_index"
-    whole = check_everywhere(mesh["tp"], lambda: _left_whole(leave_whole, model))
-    report, found = _planned(model, plan, mesh, whole, sequence_parallel=sequence_parallel)
-    trials = None
-    while plan == "auto" and cuts:
-        trials = _trials(model, found, mesh, trials, sequence_parallel=sequence_parallel)
-        wrong = trials.wrong_alone()
-        if not wrong:
-            break
-        if sequence_parallel:
-            name, how = next(iter(wrong.items()))
-            raise ConfigurationError(f"sequence_parallel: plan='auto': {name}: {how}; needs a plan by hand")
-        whole |= wrong
-        report, found = _planned(model, plan, mesh, whole, sequence_parallel=False)
-    if not cuts and not by_index:
-        return model
-    overlaps = cuts and sequence_parallel and (gains_by_overlap(mesh) if overlap == "auto" else bool(overlap))
-    tp = TensorParallel(mesh, sequence_parallel=sequence_parallel, by_index=by_index, overlaps=overlaps)
-    tp.model = weakref.ref(model)
-    if cuts:
-        if report and mesh.comm.rank == 0:
-            print("\n".join(report), flush=True)
-        tp.recorded = recorded_views(model)
-        check_everywhere(mesh["tp"], lambda: apply_styles(model, found, tp))
-        refuse_to_save_parts(model, tp)
-        keep_placements(model, tp)
-        if trials is not None:
-            trials.try_first_calls(tp)
-    tp.end_passes_of(model)
-    if by_index:
-        drop_by_index(model, tp)
-    setattr(model, ATTRIBUTE, tp)
-    return model
 
 
-def _left_whole(leave_whole: Sequence[str], model: nn.Module) -> dict[str, str]:
+def _reasons_to_leave_whole(leave_whole: Sequence[str], model: nn.Module) -> dict[str, str]:
     """Returns by name why modules stay whole: those of `leave_whole`, and all in them."""
-    named = matches({pattern: [] for pattern in leave_whole}, model) if leave_whole else []
-    return {inner: "as leave_whole says" for name, module, _ in named for inner, _ in module.named_modules(prefix=name)}
+    named = styled_modules({pattern: [] for pattern in leave_whole}, model) if leave_whole else []
+    return {inner: "see leave_whole" for name, module, _ in named for inner, _ in module.named_modules(prefix=name)}
 
 
-def _planned(
+def _make_plan(
     model: nn.Module, plan: Plan | str | None, mesh: Mesh, leave_whole: Mapping[str, str], *, sequence_parallel: bool
-) -> tuple[list[str], Found]:
+) -> tuple[list[str], StyledModules]:
     """Makes the plan, the same on every rank of tp. Returns the lines of its report, and what it names. Collective."""
     ranks = mesh.size("tp")
 
-    def planned() -> tuple[list[str], Found]:
+    def planned() -> tuple[list[str], StyledModules]:
         chosen, report = chosen_plan(model, plan, ranks, sequence_parallel=sequence_parallel, leave_whole=leave_whole)
-        return report, _fitting(chosen, model, in_pieces=sequence_parallel and ranks > 1)
+        return report, _checked_plan(chosen, model, in_pieces=sequence_parallel and ranks > 1)
 
-    report, found = check_everywhere(mesh["tp"], planned)
-    refuse_different_models(mesh["tp"], model, [(name, _in_words(style)) for name, _, s in found for style in s])
-    return report, found
+    report, styled = check_everywhere(mesh["tp"], planned)
+    refuse_different_models(mesh["tp"], model, [(name, _describe_style(style)) for name, _, s in styled for style in s])
+    return report, styled
 
 
-def _trials(model: nn.Module, found: Found, mesh: Mesh, before: Trials | None, *, sequence_parallel: bool) -> Trials:
+def _trials(
+    model: nn.Module, styled: StyledModules, mesh: Mesh, before: Trials | None, *, sequence_parallel: bool
+) -> Trials:
     """Makes the Trials of an automatic plan. before: those of the plan before it."""
     from .trial import Trials
 
     def apply(root: nn.Module, plan: Plan, tp: TensorParallel) -> None:
-        apply_styles(root, _fitting(plan, root, in_pieces=tp.sequence_parallel), tp)
+        apply_styles(root, _checked_plan(plan, root, in_pieces=tp.sequence_parallel), tp)
 
-    return Trials(model, found, mesh, apply, before, sequence_parallel=sequence_parallel)
+    return Trials(model, styled, mesh, apply, before, sequence_parallel=sequence_parallel)
 
 
-def _in_words(style: Style) -> str:
+def _describe_style(style: Style) -> str:
     """Describes a style, the same on all ranks: one of the program's own may print where it lies."""
     return repr(style) if type(style).__module__.startswith(f"{__package__}.") else type(style).__name__
 
@@ -195,28 +211,28 @@ def chosen_plan(
     return plan, []
 
 
-def apply_styles(model: nn.Module, found: Found, tp: TensorParallel) -> None:
+def apply_styles(model: nn.Module, styled: StyledModules, tp: TensorParallel) -> None:
     """Cuts the modules that a plan names. Raises ConfigurationError for what would compute wrongly with them."""
-    for name, module, styles in found:
+    for name, module, styles in styled:
         for style in styles:
             if tp.sequence_parallel or not style.sequential:
                 style.apply(name, module, tp)
     if tp.refused:  # at the end: the styles' collectives are of all ranks
         raise ConfigurationError(tp.refused[0])
-    _refuse_ties(model, found)
-    _refuse_unsummed(model, found, tp)
+    _refuse_ties(model, styled)
+    _refuse_unsummed(model, styled, tp)
 
 
-def _fitting(plan: Plan, model: nn.Module, *, in_pieces: bool) -> Found:
+def _checked_plan(plan: Plan, model: nn.Module, *, in_pieces: bool) -> StyledModules:
     """Lists what a plan names. Raises ConfigurationError for one that would do nothing, or begin what nothing ends.
 
     in_pieces: whether sequences are to be cut.
     """
-    found = matches(plan, model)
-    if not found:
+    styled = styled_modules(plan, model)
+    if not styled:
         raise ConfigurationError("plan: got {}, which cuts nothing; needs names of modules and their styles")
     begins, ends = (
-        [name for name, _, styles in found if any(isinstance(style, kind) for style in styles)]
+        [name for name, _, styles in styled if any(isinstance(style, kind) for style in styles)]
         for kind in (SequenceBegins, SequenceEnds)
     )
     if in_pieces and not begins:
@@ -231,7 +247,7 @@ def _fitting(plan: Plan, model: nn.Module, *, in_pieces: bool) -> Found:
             f"plan: {begins[0]} has SequenceBegins() and no module has SequenceEnds(), so outputs would be pieces of "
             "sequences; needs it at the last module on pieces"
         )
-    return found
+    return styled
 
 
 def _refuse_layerdrop(model: nn.Module) -> None:
@@ -248,9 +264,9 @@ def _refuse_layerdrop(model: nn.Module) -> None:
                 )
 
 
-def _refuse_ties(model: nn.Module, found: Found) -> None:
+def _refuse_ties(model: nn.Module, styled: StyledModules) -> None:
     """Raises ConfigurationError for a layer that no style knows, and whose weight another one has cut."""
-    known = {id(inner) for _, module, _ in found for inner in module.modules()}
+    known = {id(inner) for _, module, _ in styled for inner in module.modules()}
     for name, module in model.named_modules():
         weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is not None and id(module) not in known and placement(weight).cut is not None:
@@ -260,16 +276,16 @@ def _refuse_ties(model: nn.Module, found: Found) -> None:
             )
 
 
-def _refuse_unsummed(model: nn.Module, found: Found, tp: TensorParallel) -> None:
+def _refuse_unsummed(model: nn.Module, styled: StyledModules, tp: TensorParallel) -> None:
     """Raises ConfigurationError for a parameter that computes on pieces of sequences and that no style sums.
 
     It looks at the list of blocks, and at the last module on pieces, such as a norm.
     """
     begins = {
-        name.rpartition(".")[0] for name, _, styles in found if any(isinstance(s, SequenceBegins) for s in styles)
+        name.rpartition(".")[0] for name, _, styles in styled if any(isinstance(s, SequenceBegins) for s in styles)
     }
     lists = [at for at in begins if isinstance(model.get_submodule(at), nn.ModuleList | nn.Sequential)]
-    last = [name for name, _, styles in found if any(isinstance(s, SequenceEnds) for s in styles)]
+    last = [name for name, _, styles in styled if any(isinstance(s, SequenceEnds) for s in styles)]
     for name, module in model.named_modules() if tp.sequence_parallel else ():
         own = dict(module.named_parameters(recurse=False))
         inside = any(name.startswith(f"{at}.") for at in lists) or name in last

@@ -16,11 +16,11 @@ from ..errors import ConfigurationError
 from .styles import Style
 
 Plan = Mapping[str, Style | Sequence[Style]]
-Found = list[tuple[str, nn.Module, list[Style]]]
+StyledModules = list[tuple[str, nn.Module, list[Style]]]
 
 
-def matches(plan: Plan, model: nn.Module) -> Found:
-    """Lists the modules that a plan names, in the model's order, with their styles; one under two names once.
+def styled_modules(plan: Plan, model: nn.Module) -> StyledModules:
+    """Lists the modules that a plan names, in the model's order, with their styles; a module with two names once.
 
     Raises ConfigurationError for a name that no module has, and for what is no style.
     """
@@ -32,10 +32,10 @@ def matches(plan: Plan, model: nn.Module) -> Found:
         first.setdefault(id(module), name)
     found: dict[int, tuple[nn.Module, list[Style]]] = {}
     for pattern, styles in plan.items():
-        hits = _named(pattern, named)
-        if not hits:
+        matched_modules = _named(pattern, named)
+        if not matched_modules:
             raise ConfigurationError(f"plan: {pattern!r} names no module of {type(model).__name__}")
-        for _, module in hits:
+        for _, module in matched_modules:
             of_module = found.setdefault(id(module), (module, []))[1]
             of_module += [style for style in _as_list(pattern, styles) if style not in of_module]
     return [(first[key], *found[key]) for key in sorted(found, key=order.__getitem__)]
@@ -45,14 +45,14 @@ def _named(pattern: str, named: Sequence[tuple[str, nn.Module]]) -> list[tuple[s
     wanted = pattern.split(".")
     regexes = ["[0-9]+" if part == "-1" else "[^.]+".join(map(re.escape, part.split("*"))) for part in wanted]
     regex = re.compile(r"\.".join(regexes))
-    hits = [(name.split("."), name, module) for name, module in named if regex.fullmatch(name)]
+    matched_modules = [(name.split("."), name, module) for name, module in named if regex.fullmatch(name)]
     for index in [index for index, part in enumerate(wanted) if part == "-1"]:
         last: dict[tuple[str, ...], int] = {}  # by what stands before
-        for parts, _, _ in hits:
+        for parts, _, _ in matched_modules:
             before = tuple(parts[:index])
             last[before] = max(last.get(before, 0), int(parts[index]))
-        hits = [hit for hit in hits if int(hit[0][index]) == last[tuple(hit[0][:index])]]
-    return [(name, module) for _, name, module in hits]
+        matched_modules = [hit for hit in matched_modules if int(hit[0][index]) == last[tuple(hit[0][:index])]]
+    return [(name, module) for _, name, module in matched_modules]
 
 
 def _as_list(pattern: str, styles: Any) -> list[Style]:

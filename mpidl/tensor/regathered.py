@@ -9,6 +9,10 @@
 
 So a region keeps 1/tp of its input, for one more all-gather. Source: Korthikanti et al. 2022, "Reducing Activation
 Recomputation in Large Transformer Models", section 4.2.2.
+
+Who runs what: the thread of the backward pass. Every rank of tp runs the same graph in the same order, so the ranks
+begin the all-gathers in the same order; each is waited for before the next one begins. With `overlaps` the progress
+thread of tp's Communicator carries it out.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ class GatheredInput:
 
     def __init__(self, piece: torch.Tensor, group: TensorGroup, length: int) -> None:
         self.x, self.piece = gather_to_region(piece, group, length), piece.detach()
-        self._again = _Again(group, length)
+        self._second_gather = _SecondGather(group, length)
 
     @uncompiled
     def product(
@@ -43,31 +47,31 @@ class GatheredInput:
 
         out_in: whether the weight is [out, in], instead of [in, out].
         """
-        return _Product.apply(x, self.piece, weight, bias, self._again, out_in)  # type: ignore[no-any-return, no-untyped-call]
+        return _Product.apply(x, self.piece, weight, bias, self._second_gather, out_in)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Again:
+class _SecondGather:
     """Gathers a piece again in a backward pass, once for all layers that need it. It holds nothing in between."""
 
     def __init__(self, group: TensorGroup, length: int) -> None:
         self._group, self._length = group, length
         self._gather: Callable[[], torch.Tensor] | None = None
         self._whole: torch.Tensor | None = None
-        self.layers = self._left = 0
+        self.layers = self._layers_left = 0
 
     def begin(self, piece: torch.Tensor) -> None:
         """Begins to gather, if no layer has in this pass. Collective. piece: [batch, piece, width]."""
         if self._whole is None:
             self._gather = self._group.begin_all_gather(piece, self._length)
 
-    def whole(self) -> torch.Tensor:
+    def take_gathered(self) -> torch.Tensor:
         """Returns what was gathered, [batch, length, width]. Collective; after `begin`."""
         if self._gather is not None:
-            self._whole, self._left, self._gather = self._gather(), self.layers, None
+            self._whole, self._layers_left, self._gather = self._gather(), self.layers, None
         whole = self._whole
         assert whole is not None
-        self._left -= 1
-        if self._left == 0:
+        self._layers_left -= 1
+        if self._layers_left == 0:
             self._whole = None
         return whole
 
@@ -80,12 +84,12 @@ class _Product(torch.autograd.Function):
         piece: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        again: _Again,
+        second_gather: _SecondGather,
         out_in: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(piece, weight)
-        ctx.again, ctx.out_in = again, out_in
-        again.layers += ctx.needs_input_grad[2]
+        ctx.second_gather, ctx.out_in = second_gather, out_in
+        second_gather.layers += ctx.needs_input_grad[2]
         matrix, flat = weight.t() if out_in else weight, x.reshape(-1, x.shape[-1])
         y = flat.mm(matrix) if bias is None else torch.addmm(bias, flat, matrix)
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -95,15 +99,15 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         piece, weight = ctx.saved_tensors
         flat = gradient.reshape(-1, gradient.shape[-1])
-        of_x = of_weight = None
+        grad_x = grad_weight = None
         if ctx.needs_input_grad[2]:
-            ctx.again.begin(piece)
+            ctx.second_gather.begin(piece)
         if ctx.needs_input_grad[0]:
             matrix = weight if ctx.out_in else weight.t()
-            of_x = flat.mm(matrix).view(*gradient.shape[:-1], matrix.shape[1])
+            grad_x = flat.mm(matrix).view(*gradient.shape[:-1], matrix.shape[1])
         if ctx.needs_input_grad[2]:
-            whole = ctx.again.whole()
+            whole = ctx.second_gather.take_gathered()
             inputs = whole.reshape(-1, whole.shape[-1]).to(flat.dtype)
-            of_weight = flat.t().mm(inputs) if ctx.out_in else inputs.t().mm(flat)
-        of_bias = flat.sum(0) if ctx.needs_input_grad[3] else None
-        return of_x, None, of_weight, of_bias, None, None
+            grad_weight = flat.t().mm(inputs) if ctx.out_in else inputs.t().mm(flat)
+        grad_bias = flat.sum(0) if ctx.needs_input_grad[3] else None
+        return grad_x, None, grad_weight, grad_bias, None, None

@@ -15,10 +15,10 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigurationError
-from .linear import begin_regions, cut_parameter, kind_of, make_column, make_row, sizes_of
-from .local_elements import FeaturesHere, HeadsHere, Part
+from .linear import begin_regions, cut_parameter, kind_of, make_column_parallel, make_row_parallel, sizes_of
+from .local_elements import LocalFeatures, LocalHeads, LocalPart
 from .lora import adapters, base_of
-from .sizes import Heads, cut_heads, in_elements, run_of, segments
+from .sizes import Heads, cut_heads, run_of, segment_runs, to_elements
 from .styles import Region
 from .tensor_parallel import Dropouts, TensorParallel
 
@@ -79,9 +79,9 @@ class AttentionParallel:
         widths = self._cut_fused(name, module, tp, heads) if self.fused else self._cut_single(name, module, tp, heads)
         output = child(name, module, self.output)
         width = _width(f"{name}.{self.output}", sizes_of(f"{name}.{self.output}", output)[0], query)
-        make_row(output, tp, [in_elements(heads.query, width)])
+        make_row_parallel(output, tp, [to_elements(heads.query_run, width)])
         self._change_attributes(name, module, tp, heads)
-        part = HeadsHere(name, heads.query, heads.all_query, (width, *widths))
+        part = LocalHeads(name, heads.query_run, heads.total_query_heads, (width, *widths))
         copies = not self.each and (not self.fused or self.whole_input)
         layers = (self.fused,) if self.fused else (self.query, self.key, self.value)
         _begin_region(name, module, self, self.memory, tp, layers=() if copies else layers, part=part)
@@ -89,40 +89,42 @@ class AttentionParallel:
     def _cut_fused(self, name: str, module: nn.Module, tp: TensorParallel, heads: Heads) -> list[int]:
         """Returns the width of a head, and of all that a head has in the weight."""
         layer = child(name, module, self.fused)
-        if heads.all_key < tp.ranks:  # some rank shares a head: this one need not
+        if heads.total_key_heads < tp.ranks:  # some rank shares a head: this one need not
             raise ConfigurationError(
-                f"plan: {name}.{self.fused}: has {heads.all_key} key/value heads for {tp.ranks} ranks of tp in one "
-                "weight with the queries; needs at least one for each rank"
+                f"plan: {name}.{self.fused}: has {heads.total_key_heads} key/value heads for {tp.ranks} ranks of tp in "
+                "one weight with the queries; needs at least one for each rank"
             )
-        all_heads = (heads.all_query, heads.all_key, heads.all_key)
+        all_heads = (heads.total_query_heads, heads.total_key_heads, heads.total_key_heads)
         width = _width(f"{name}.{self.fused}", sizes_of(f"{name}.{self.fused}", layer)[1], sum(all_heads))
         if self.interleaved:
-            if heads.all_key != heads.all_query:
+            if heads.total_key_heads != heads.total_query_heads:
                 raise ConfigurationError(f"plan: {name}.{self.fused}: interleaved heads need one key/value head each")
-            make_column(layer, tp, [in_elements(heads.query, 3 * width)], copies_input=not self.whole_input)
+            make_column_parallel(
+                layer, tp, [to_elements(heads.query_run, 3 * width)], copies_input=not self.whole_input
+            )
             return [width, 3 * width]
-        starts = (0, heads.all_query * width, (heads.all_query + heads.all_key) * width)
+        starts = (0, heads.total_query_heads * width, (heads.total_query_heads + heads.total_key_heads) * width)
         runs = [
-            in_elements(run, width, start)
-            for run, start in zip((heads.query, heads.key, heads.key), starts, strict=True)
+            to_elements(run, width, start)
+            for run, start in zip((heads.query_run, heads.key_run, heads.key_run), starts, strict=True)
         ]
-        make_column(layer, tp, runs, copies_input=not self.whole_input)
+        make_column_parallel(layer, tp, runs, copies_input=not self.whole_input)
         return [width]
 
     def _cut_single(self, name: str, module: nn.Module, tp: TensorParallel, heads: Heads) -> list[int]:
         """Returns the widths of a head's queries, keys and values."""
         widths = []
         for layer_name, run, count in (
-            (self.query, heads.query, heads.all_query),
-            (self.key, heads.key, heads.all_key),
-            (self.value, heads.key, heads.all_key),
+            (self.query, heads.query_run, heads.total_query_heads),
+            (self.key, heads.key_run, heads.total_key_heads),
+            (self.value, heads.key_run, heads.total_key_heads),
         ):
             layer = child(name, module, layer_name)
             width = _width(f"{name}.{layer_name}", sizes_of(f"{name}.{layer_name}", layer)[1], count)
             widths.append(width)
-            shared = layer_name != self.query and heads.all_key < tp.ranks
+            shared = layer_name != self.query and heads.total_key_heads < tp.ranks
             first = not shared or heads.sharers[0] == tp.rank
-            make_column(layer, tp, [in_elements(run, width)], copies_input=self.each, counted=first)
+            make_column_parallel(layer, tp, [to_elements(run, width)], copies_input=self.each, counted=first)
             if shared:
                 for part in (base_of(layer), *(b for _, b in adapters(layer))):
                     tp.sum_gradients(part, heads, if_in_pieces=False)
@@ -130,21 +132,21 @@ class AttentionParallel:
 
     def _change_attributes(self, name: str, module: nn.Module, tp: TensorParallel, heads: Heads) -> None:
         for attributes, whole, here in (
-            (self.scaled, heads.all_query, heads.queries),
-            (self.scaled_keys, heads.all_key, heads.keys),
+            (self.scaled, heads.total_query_heads, heads.num_query_heads),
+            (self.scaled_keys, heads.total_key_heads, heads.num_key_heads),
         ):
             for attribute in attributes:
                 _set_number(module, attribute, number(name, module, attribute) // whole * here, tp)
         if self.groups:
-            _set_number(module, self.groups, heads.queries // heads.keys, tp)
+            _set_number(module, self.groups, heads.num_query_heads // heads.num_key_heads, tp)
         for inner in self.inside:
             found = _if_there(module, inner)
             if found is not None:
                 tp.sum_gradients(found, if_in_pieces=False)
         biases: Any = _if_there(module, self.bias_of_heads) if self.bias_of_heads else None
         if biases is not None:
-            cut_parameter(biases.weight, 1, [heads.query], tp)
-            tp.set(biases, "embedding_dim", heads.queries)
+            cut_parameter(biases.weight, 1, [heads.query_run], tp)
+            tp.set(biases, "embedding_dim", heads.num_query_heads)
 
 
 @dataclass(frozen=True)
@@ -181,10 +183,12 @@ class FeedForwardParallel:
                     f"plan: {name}.{layer_name}: has {size} output features; needs {self.segments} times the "
                     f"{features} input features of {self.output}"
                 )
-            runs = segments([features] * self.segments, tp.ranks, tp.rank)
-            make_column(layer, tp, runs, copies_input=alone)
-        make_row(output, tp, [run_of(features, tp.ranks, tp.rank)])
-        part = FeaturesHere(name, segments([features] * self.segments, tp.ranks, tp.rank), features * self.segments)
+            runs = segment_runs([features] * self.segments, tp.ranks, tp.rank)
+            make_column_parallel(layer, tp, runs, copies_input=alone)
+        make_row_parallel(output, tp, [run_of(features, tp.ranks, tp.rank)])
+        part = LocalFeatures(
+            name, segment_runs([features] * self.segments, tp.ranks, tp.rank), features * self.segments
+        )
         _begin_region(name, module, self, None, tp, layers=self.inputs if alone else (), part=part)
 
 
@@ -196,7 +200,7 @@ def _begin_region(
     tp: TensorParallel,
     *,
     layers: tuple[str, ...],
-    part: Part,
+    part: LocalPart,
 ) -> None:
     """Lets a style's inner module be the region; where that is a layer, it goes on to the row-parallel one.
 

@@ -23,18 +23,18 @@ from .tensor_parallel import TensorParallel
 _MARK = "mpidl_parts"  # in the metadata that torch keeps of each module in a state_dict
 
 
-class _Parts:
+class _PartsMark:
     """A mark in the metadata of a state_dict that has this rank's parts; it goes with copies, and is not pickled."""
 
     def __init__(self, tp: TensorParallel) -> None:
         self._rank, self._ranks = tp.rank, tp.ranks
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Parts:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PartsMark:
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
-            f"model.state_dict(): got to be pickled, as by torch.save, on rank {self._rank} of {self._ranks} of tp, "
+            f"model.state_dict(): was pickled, as by torch.save, on rank {self._rank} of {self._ranks} of tp, "
             "with this rank's parts of a cut model; save mpidl.tensor.model_state_dict(model), to be called on every "
             "rank of tp, or use mpidl.checkpoint.save (dict(model.state_dict()) saves the parts)"
         )
@@ -44,9 +44,9 @@ def refuse_to_save_parts(model: nn.Module, tp: TensorParallel) -> None:
     """Lets torch.save of the model's state_dict, and its save_pretrained, raise UsageError until it is whole again."""
     for module in model.modules():
         if any(p is not None and placement(p).cut is not None for p in module._parameters.values()):
-            tp.keep(module.register_state_dict_post_hook(_marking(_Parts(tp))))
+            tp.keep(module.register_state_dict_post_hook(_mark_hook(_PartsMark(tp))))
         if callable(getattr(module, "save_pretrained", None)):
-            tp.set(module, "save_pretrained", _SavesWholes(module, tp))
+            tp.set(module, "save_pretrained", _SavePretrained(module, tp))
 
 
 def without_marks(states: dict[str, Any]) -> dict[str, Any]:
@@ -56,14 +56,14 @@ def without_marks(states: dict[str, Any]) -> dict[str, Any]:
     return states
 
 
-def _marking(parts: _Parts) -> Any:
+def _mark_hook(parts: _PartsMark) -> Any:
     def mark(module: nn.Module, states: Any, prefix: str, metadata: dict[str, Any]) -> None:
         metadata[_MARK] = parts
 
     return mark
 
 
-class _SavesWholes:
+class _SavePretrained:
     """The `save_pretrained` of a cut model: its own one, with whole tensors that it is given."""
 
     def __init__(self, module: nn.Module, tp: TensorParallel) -> None:

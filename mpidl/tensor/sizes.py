@@ -19,8 +19,7 @@ from itertools import accumulate
 from collectives import even_counts
 
 from ..errors import ConfigurationError
-
-Run = tuple[int, int]
+from ..mesh.placement import Run
 
 
 def run_of(size: int, ranks: int, rank: int) -> Run:
@@ -33,54 +32,58 @@ def run_of(size: int, ranks: int, rank: int) -> Run:
 class Heads:
     """Heads of an attention that a rank holds.
 
-    query, key: runs of query heads and of key/value heads.
+    query_run, key_run: runs of query heads and of key/value heads.
     sharers: ranks with the same key/value heads.
-    all_query, all_key: numbers of heads of the whole attention.
+    total_query_heads, total_key_heads: numbers of heads of the whole attention.
     """
 
-    query: Run
-    key: Run
+    query_run: Run
+    key_run: Run
     sharers: tuple[int, ...]
-    all_query: int
-    all_key: int
+    total_query_heads: int
+    total_key_heads: int
 
     @property
-    def queries(self) -> int:
+    def num_query_heads(self) -> int:
         """Number of query heads here."""
-        return self.query[1] - self.query[0]
+        return self.query_run[1] - self.query_run[0]
 
     @property
-    def keys(self) -> int:
+    def num_key_heads(self) -> int:
         """Number of key/value heads here."""
-        return self.key[1] - self.key[0]
+        return self.key_run[1] - self.key_run[0]
 
 
-def cut_heads(what: str, query: int, key: int, ranks: int, rank: int) -> Heads:
-    """Deals the heads to the ranks. what: whose heads, for messages.
+def cut_heads(what: str, num_query_heads: int, num_key_heads: int, ranks: int, rank: int) -> Heads:
+    """Assigns heads to the ranks. what: the layer that has them, for messages.
 
     Raises ConfigurationError for fewer query heads than ranks, and for key/value heads that do not divide them.
     """
-    if query < ranks:
-        raise ConfigurationError(f"{what}: has {query} heads, fewer than the {ranks} ranks of tp; needs a smaller tp")
-    if key < 1 or query % key:
-        raise ConfigurationError(f"{what}: has {query} heads and {key} key/value heads; needs a divisor")
-    group = query // key
-    if key >= ranks:
-        start, stop = run_of(key, ranks, rank)
-        return Heads((start * group, stop * group), (start, stop), (rank,), query, key)
-    if -(-ranks // key) > group:
+    if num_query_heads < ranks:
         raise ConfigurationError(
-            f"{what}: {-(-ranks // key)} of {ranks} ranks of tp would share a key/value head that serves {group} "
-            "heads; needs a smaller tp"
+            f"{what}: has {num_query_heads} heads, fewer than the {ranks} ranks of tp; needs a smaller tp"
         )
-    head = next(h for h in range(key) if rank < run_of(ranks, key, h)[1])
-    first, last = run_of(ranks, key, head)
+    if num_key_heads < 1 or num_query_heads % num_key_heads:
+        raise ConfigurationError(
+            f"{what}: has {num_query_heads} heads and {num_key_heads} key/value heads; needs a divisor"
+        )
+    group = num_query_heads // num_key_heads
+    if num_key_heads >= ranks:
+        start, stop = run_of(num_key_heads, ranks, rank)
+        return Heads((start * group, stop * group), (start, stop), (rank,), num_query_heads, num_key_heads)
+    if -(-ranks // num_key_heads) > group:
+        raise ConfigurationError(
+            f"{what}: {-(-ranks // num_key_heads)} of {ranks} ranks of tp would share a key/value head that serves "
+            f"{group} heads; needs a smaller tp"
+        )
+    head = next(h for h in range(num_key_heads) if rank < run_of(ranks, num_key_heads, h)[1])
+    first, last = run_of(ranks, num_key_heads, head)
     start, stop = run_of(group, last - first, rank - first)
     sharers = tuple(range(first, last))
-    return Heads((head * group + start, head * group + stop), (head, head + 1), sharers, query, key)
+    return Heads((head * group + start, head * group + stop), (head, head + 1), sharers, num_query_heads, num_key_heads)
 
 
-def in_elements(run: Run, width: int, start: int = 0) -> Run:
+def to_elements(run: Run, width: int, start: int = 0) -> Run:
     """A run of heads as elements.
 
     width: of a head.
@@ -89,7 +92,7 @@ def in_elements(run: Run, width: int, start: int = 0) -> Run:
     return start + run[0] * width, start + run[1] * width
 
 
-def segments(sizes: Sequence[int], ranks: int, rank: int) -> tuple[Run, ...]:
+def segment_runs(sizes: Sequence[int], ranks: int, rank: int) -> tuple[Run, ...]:
     """The rank's run of each of several segments that follow one another."""
     starts = [0, *accumulate(sizes)]
-    return tuple(in_elements(run_of(size, ranks, rank), 1, start) for size, start in zip(sizes, starts, strict=False))
+    return tuple(to_elements(run_of(size, ranks, rank), 1, start) for size, start in zip(sizes, starts, strict=False))

@@ -183,7 +183,7 @@ class _Reader(ast.NodeVisitor):
             self.visit(node.target)
 
     def visit_If(self, node: ast.If) -> None:
-        """Reads both branches. A variable may then be what either has made of it; unknown if one does not assign it."""
+        """Reads both branches. A variable may then be what either made of it; unknown if one made something else."""
         self.visit(node.test)
         before = dict(self._is)
         self.visit_body(node.body)

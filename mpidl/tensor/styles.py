@@ -22,10 +22,10 @@ from torch import nn
 from ..compiling import uncompiled
 from ..errors import ConfigurationError
 from .forward_wrapper import has_own_forward, run_around
-from .functions import copy_to_region, cut_sequence, join_sequence, told_of_backward
-from .linear import begin_regions, make_column, make_row, sizes_of
-from .local_elements import FeaturesHere, Part
-from .sizes import run_of, segments
+from .functions import call_in_backward, copy_to_region, cut_sequence, join_sequence
+from .linear import begin_regions, make_column_parallel, make_row_parallel, sizes_of
+from .local_elements import LocalFeatures, LocalPart
+from .sizes import run_of, segment_runs
 from .tensor_parallel import Dropouts, TensorParallel
 from .vocabulary import make_vocabulary
 
@@ -54,9 +54,9 @@ class ColumnParallel:
         out = sizes_of(name, module)[1]
         if out % self.segments:
             raise ConfigurationError(f"plan: {name}: has {out} output features; needs {self.segments} equal segments")
-        runs = segments([out // self.segments] * self.segments, tp.ranks, tp.rank)
-        make_column(module, tp, runs, copies_input=True)
-        begin_regions(module, tp, FeaturesHere(name, tuple(runs), out))
+        runs = segment_runs([out // self.segments] * self.segments, tp.ranks, tp.rank)
+        make_column_parallel(module, tp, runs, copies_input=True)
+        begin_regions(module, tp, LocalFeatures(name, tuple(runs), out))
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class RowParallel:
 
     def apply(self, name: str, module: nn.Module, tp: TensorParallel) -> None:
         """Cuts the layer."""
-        make_row(module, tp, [run_of(sizes_of(name, module)[0], tp.ranks, tp.rank)])
+        make_row_parallel(module, tp, [run_of(sizes_of(name, module)[0], tp.ranks, tp.rank)])
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class SequenceParallel:
     sequential = True
 
     def apply(self, name: str, module: nn.Module, tp: TensorParallel) -> None:
-        """Has the gradients summed."""
+        """Registers the module's gradients, to be summed over tp."""
         tp.sum_gradients(module, if_in_pieces=True)
 
 
@@ -159,7 +159,7 @@ class SequenceEnds:
             if length is not None:
                 first = join_sequence(first, tp.group, length)
             if first.requires_grad:
-                first = told_of_backward(first, partial(tp.in_backward, length))
+                first = call_in_backward(first, partial(tp.in_backward, length))
             return (first, *output[1:]) if isinstance(output, tuple) else first
 
         tp.keep(module.register_forward_hook(after))
@@ -205,7 +205,7 @@ class Region:
         memory: str | None,
         *,
         copies: bool,
-        part: Part,
+        part: LocalPart,
     ) -> None:
         if has_own_forward(module):
             raise ConfigurationError(
@@ -230,7 +230,7 @@ class Region:
             memory = None if self._memory is None else self._memory.of(args, kwargs)
             if self._memory is not None and torch.is_tensor(memory):
                 args, kwargs = self._memory.replaced(args, kwargs, copy_to_region(memory, tp.group))
-            tp.part = self._part
+            tp.local_part = self._part
             if module.training and self.dropouts and not tp.has_pieces(x):
                 tp.begin_stream(x.device, of_region=True)
         try:

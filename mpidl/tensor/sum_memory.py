@@ -1,14 +1,14 @@
 """Symmetric memory in which summands become sums that a model may keep, without a copy.
 
-    row-parallel layer 1   product ─▶ [ place 0 ] ─ all-reduce in place ─▶ y, until nothing refers to it any more
-    row-parallel layer 2   product ─▶ [ place 1 ] ...
-    row-parallel layer 3   product ─▶ [ place 0 ], if the first y is gone by then; else a copy of the sum
+    row-parallel layer 1   product ─▶ [ buffer 0 ] ─ all-reduce in place ─▶ y, until nothing refers to it any more
+    row-parallel layer 2   product ─▶ [ buffer 1 ] ...
+    row-parallel layer 3   product ─▶ [ buffer 0 ], if the first y is gone by then; else a copy of the sum
 
-A residual connection adds a sum to its input and drops it, so two places are enough for most models. A place is taken
+A residual connection adds a sum to its input and drops it, so two buffers are enough for most models. A buffer is taken
 as long as the tensor's storage lives: views of it count, and what autograd keeps for backward. The storage refers to an
-array: the place is free when only this pool refers to that array. The array is kept for the next sum of this shape, as
-making one takes long compared with a small all-reduce. Each rank decides by itself which place it takes: the ranks of
-an all-reduce tell each other where their summands lie. Between two all-reduces no rank touches another's place, as an
+array: the buffer is free when only this pool refers to that array. The array is kept for the next sum of this shape, as
+making one takes long compared with a small all-reduce. Each rank decides by itself which buffer it takes: the ranks of
+an all-reduce tell each other where their summands lie. Between two all-reduces no rank touches another's buffer, as an
 all-reduce ends on all ranks together.
 """
 
@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-_PLACES = 2
-_PAGE = 4096  # bytes, by which places are aligned
-_LEAST = 1 << 15  # bytes, below which a copy costs less than a tensor over given memory
-_VIEWS = 64  # of a place, for sums of so many shapes
+_NUM_BUFFERS = 2
+_PAGE = 4096  # bytes, by which buffers are aligned
+_SMALLEST_BUFFERED = 1 << 15  # bytes, below which a copy costs less than a tensor over given memory
+_VIEWS = 64  # of a buffer, for sums of so many shapes
 _IN_NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16}
 
 
@@ -33,40 +33,41 @@ class Summand(NamedTuple):
     """Memory for one summand.
 
     reduce: makes it the sum over the ranks, in place; collective.
-    stays: the sum may stay there; else it is to be copied, as the next summand comes to the same memory.
+    is_kept_in_place: the sum may stay there; else it is to be copied, as the next summand comes to the same memory.
     """
 
     tensor: torch.Tensor
     reduce: Callable[[], object]
-    stays: bool
+    is_kept_in_place: bool
 
 
-class _Place:
+class _SumBuffer:
     """Memory for one sum at a time. prepare: returns the reduction of an array."""
 
     def __init__(self, memory: np.ndarray[Any, Any], prepare: Callable[[Any], Callable[[], object]]) -> None:
         self.memory, self._prepare = memory, prepare
         self._views: dict[tuple[Any, ...], np.ndarray[Any, Any]] = {}
         self._reductions: dict[tuple[Any, ...], Callable[[], object]] = {}
-        self._given = self._view(memory.shape, torch.uint8)  # what the last tensor refers to, if it still lives
-        self._without_tensor = self._references()
+        # What the last tensor refers to, if it still lives.
+        self._array_of_last_tensor = self._view(memory.shape, torch.uint8)
+        self._references_without_tensor = self._references()
 
     def _references(self) -> int:
-        return sys.getrefcount(self._given)
+        return sys.getrefcount(self._array_of_last_tensor)
 
     @property
     def is_free(self) -> bool:
         """True if no tensor's storage refers to it."""
-        return self._references() == self._without_tensor
+        return self._references() == self._references_without_tensor
 
     def summand(self, shape: Sequence[int], dtype: torch.dtype) -> Summand:
-        """Takes the place. The tensor is no view, as those could not be written into behind a function of autograd."""
-        self._given = view = self._view(shape, dtype)
+        """Takes the buffer. The tensor is no view, as those could not be written into behind a function of autograd."""
+        self._array_of_last_tensor = view = self._view(shape, dtype)
         key = (*shape, dtype)
         reduce = self._reductions.get(key)
         if reduce is None:  # of another array over the same bytes, so as not to keep this one
             reduce = self._reductions[key] = self._prepare(self._tensor(view[:], shape, dtype))
-        return Summand(self._tensor(view, shape, dtype), reduce, stays=True)
+        return Summand(self._tensor(view, shape, dtype), reduce, is_kept_in_place=True)
 
     def _view(self, shape: Sequence[int], dtype: torch.dtype) -> np.ndarray[Any, Any]:
         """Returns the array over as many bytes: of this dtype and shape, or of bytes where NumPy has not the dtype."""
@@ -90,10 +91,10 @@ class _Place:
 
 
 class SumMemory:
-    """Places for sums in memory of the CPU.
+    """Buffers for sums in memory of the CPU.
 
     allocate: makes symmetric memory of so many bytes for them all, of so many bytes each; collective. It also makes
-    ready what a rank without a free place takes, as that is no matter of all ranks.
+    ready what a rank without a free buffer takes, as that is no matter of all ranks.
     prepare: returns the reduction of an array, in place, over the ranks.
     """
 
@@ -103,38 +104,38 @@ class SumMemory:
         prepare: Callable[[Any], Callable[[], object]],
     ) -> None:
         self._allocate, self._prepare = allocate, prepare
-        self._places: list[_Place] = []
+        self._sum_buffers: list[_SumBuffer] = []
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all places."""
-        return sum(place.memory.nbytes for place in self._places)
+        """Bytes of all buffers."""
+        return sum(buffer.memory.nbytes for buffer in self._sum_buffers)
 
     @staticmethod
     def nbytes_for(nbytes: int) -> int:
-        """Bytes of all memory for sums of so many bytes on CPUs: of the places, and of a summand without one.
+        """Bytes of all memory for sums of so many bytes on CPUs: of the buffers, and of a summand without one.
 
-        Small ones have no places, and are copied.
+        Small ones have no buffers, and are copied.
         """
-        return nbytes if nbytes < _LEAST else (_PLACES + 1) * _whole_pages(nbytes)
+        return nbytes if nbytes < _SMALLEST_BUFFERED else (_NUM_BUFFERS + 1) * _whole_pages(nbytes)
 
     def take(self, shape: Sequence[int], like: torch.Tensor) -> Summand | None:
-        """Uninitialised memory of this shape, with the dtype of `like`; None where there is no place. Collective.
+        """Uninitialised memory of this shape, with the dtype of `like`; None where there is no buffer. Collective.
 
         Every rank asks for as many bytes, and more than before are allocated on all of them, but one rank may get
-        a place where another does not.
+        a buffer where another does not.
         """
         nbytes = math.prod(shape) * like.element_size()
-        if nbytes < _LEAST or not like.is_cpu:
+        if nbytes < _SMALLEST_BUFFERED or not like.is_cpu:
             return None
-        if not self._places or self._places[0].memory.nbytes < nbytes:
+        if not self._sum_buffers or self._sum_buffers[0].memory.nbytes < nbytes:
             size = _whole_pages(nbytes)
-            memory = self._allocate(_PLACES * size, size).numpy()
+            memory = self._allocate(_NUM_BUFFERS * size, size).numpy()
             starts = range(0, memory.nbytes, size)
-            self._places = [_Place(memory[start : start + size], self._prepare) for start in starts]
-        for place in self._places:
-            if place.is_free:
-                return place.summand(shape, like.dtype)
+            self._sum_buffers = [_SumBuffer(memory[start : start + size], self._prepare) for start in starts]
+        for buffer in self._sum_buffers:
+            if buffer.is_free:
+                return buffer.summand(shape, like.dtype)
         return None
 
 

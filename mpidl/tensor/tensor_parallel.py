@@ -26,8 +26,8 @@ from ..compiling import uncompiled
 from ..errors import TrainingError
 from ..mesh import Cut, Mesh, placement
 from .communication import TensorGroup
-from .functions import Sums, copy_to_region, summed_gradients
-from .local_elements import Part
+from .functions import KeepsRowSums, copy_to_region, summed_gradients
+from .local_elements import LocalPart
 from .regathered import GatheredInput
 from .sizes import Heads, run_of
 from .source import methods_of, run_by
@@ -52,7 +52,7 @@ class _Stream:
 
 
 class TensorParallel:
-    """Shared by the cut layers of one model. sequence_parallel: sequences are in pieces in training mode.
+    """State that the cut layers of one model share. sequence_parallel: sequences are in pieces in training mode.
 
     overlaps: the pieces are gathered while the ranks compute.
 
@@ -84,14 +84,14 @@ class TensorParallel:
         self._ended_in: int | None = None  # the node of a backward pass whose activations have left the pieces
         self.region_length: int | None = None
         self.regions: list[str] = []
-        self.part: Part | None = None
+        self.local_part: LocalPart | None = None
         self.gathered: GatheredInput | None = None
         self.changes: list[Callable[[], Any]] | deque[Callable[[], Any]] = []
         self.model: Callable[[], nn.Module | None] = lambda: None
         self.summed: set[torch.Tensor] = set()
         self.recorded: list[tuple[Any, dict[torch.Tensor, Any]]] = []
         self.refused: list[str] = []
-        self.kept_sums: Sums | None = None
+        self.kept_sums: KeepsRowSums | None = None
         self._sharers: dict[int, TensorGroup] = {}  # by the number of key/value heads
         self._stream: _Stream | None = None
         watch_steps(self)
@@ -145,10 +145,12 @@ class TensorParallel:
         """Collectives over the ranks that share these key/value heads. Collective at first."""
         if len(heads.sharers) == self.ranks:
             return self.group
-        if heads.all_key not in self._sharers:  # which tells the groups of all ranks, so that all come to `part`
-            division = f"sharers of {heads.all_key} key/value heads"
-            self._sharers[heads.all_key] = TensorGroup(self.mesh.part("tp", division, heads.sharers[0]))
-        return self._sharers[heads.all_key]
+        if (
+            heads.total_key_heads not in self._sharers
+        ):  # which tells the groups of all ranks, so that all come to `split_axis`
+            division = f"sharers of {heads.total_key_heads} key/value heads"
+            self._sharers[heads.total_key_heads] = TensorGroup(self.mesh.split_axis("tp", division, heads.sharers[0]))
+        return self._sharers[heads.total_key_heads]
 
     # ---- sequences in pieces -----------------------------------------------------------------------------------------
 
@@ -209,7 +211,7 @@ class TensorParallel:
                 f"sequence parallelism: got an input of shape {tuple(x.shape)} of layers that are cut; needs "
                 "[batch, sequence, width]"
             )
-        if length is None or x.shape[1] == self.group.pieces(length)[self.rank]:
+        if length is None or x.shape[1] == self.group.piece_lengths(length)[self.rank]:
             return length
         if x.shape[1] != length:
             raise TrainingError(
@@ -239,7 +241,7 @@ class TensorParallel:
 
     def end_region(self) -> None:
         """Ends a region, and its stream of random numbers."""
-        self.part = self.gathered = None
+        self.local_part = self.gathered = None
         if torch.compiler.is_compiling() or self._stream is not None:
             self.end_stream(of_region=True)
 
@@ -255,10 +257,10 @@ class TensorParallel:
 
     def cut_of(self, x: torch.Tensor, dim: int | None = None) -> Cut:
         """Returns the elements of a whole tensor that `x` has. dim: that of heads, if it is known."""
-        if self.part is not None:
-            return self.part.cut(x.shape, dim)
+        if self.local_part is not None:
+            return self.local_part.cut(x.shape, dim)
         shape, length = tuple(x.shape), self.length
-        if length is not None and x.dim() > 2 and shape[1] == self.group.pieces(length)[self.rank]:
+        if length is not None and x.dim() > 2 and shape[1] == self.group.piece_lengths(length)[self.rank]:
             return Cut.along((shape[0], length, *shape[2:]), 1, [run_of(length, self.ranks, self.rank)])
         return Cut(shape, tuple(((0, size),) for size in shape))
 

@@ -13,8 +13,13 @@ mask, where a difference is an error.
 
 The copies compute in double precision, in single where a block is large, or in the parameters' own where nothing else
 runs; without dropout. A trial changes no parameter, gradient or random number of the program's; but forward hooks of
-the block, which may change what it computes, run on the copies too. It runs in a thread of its own, so that autocast,
-checkpoints and no_grad around the call do not reach it.
+the block, which may change what it computes, run on the copies too.
+
+Who runs what: a trial runs in the thread `mpidl-trial`, so that autocast, checkpoints and no_grad around the call do
+not reach it; the caller waits for that thread, so one thread at a time communicates. Every rank of tp tries the same
+kinds in the same order: in `parallelize`, or at the first call of a block, which all ranks make with the same
+arguments. A cut copy first runs alone, with a Communicator that sends nothing (`trial_copies.SilentCommunicator`), and
+the ranks tell each other whether it failed, before any rank starts the copy that communicates.
 """
 
 from __future__ import annotations
@@ -42,12 +47,12 @@ from ..module_tensors import tensors_in
 from .communication import TensorGroup
 from .input_check import sums_of
 from .linear import kind_of, sizes_of
-from .plans import Found
+from .plans import StyledModules
 from .regions import AttentionParallel, FeedForwardParallel, joined
 from .source import methods_of
 from .styles import Argument, SequenceBegins, SequenceEnds, Style
 from .tensor_parallel import TensorParallel
-from .trial_copies import Alone, Copies, Root, dtypes_of
+from .trial_copies import BlockRoot, Copies, SilentCommunicator, dtypes_of
 
 _BATCH, _TOKENS = 2, 7  # of an input that is made up
 _SIGNATURES = 16  # with so many kinds of arguments a block is tried
@@ -68,9 +73,10 @@ class Kind:
     template: a copy of the first one, without values.
     input: the name of the argument that comes in pieces.
     problem: why there is no copy.
-    told: what tells it from other kinds.
-    seen: what it was called with when it was tried (`_signature`), and how it differed: "" if it did not.
-    ran: whether any trial of it could run.
+    identity: what tells it from other kinds.
+    differences_by_signature: how it differed, by what it was called with when it was tried (`_signature`): "" if it
+        did not.
+    has_run: whether any trial of it could run.
     """
 
     names: list[str]
@@ -78,9 +84,9 @@ class Kind:
     template: nn.Module | None
     input: str
     problem: str = ""
-    told: str = ""
-    seen: dict[Any, str] = field(default_factory=dict)
-    ran: bool = False
+    identity: str = ""
+    differences_by_signature: dict[Any, str] = field(default_factory=dict)
+    has_run: bool = False
 
     @property
     def regions(self) -> list[str]:
@@ -99,11 +105,11 @@ class Kind:
 class Outcome:
     """Result of a trial; both are empty if the copies are equal.
 
-    wrong: how a cut copy differs.
+    mismatch: how a cut copy differs.
     not_tried: why none could run.
     """
 
-    wrong: str = ""
+    mismatch: str = ""
     not_tried: str = ""
 
 
@@ -117,7 +123,7 @@ class Trials:
     def __init__(
         self,
         model: nn.Module,
-        found: Found,
+        found: StyledModules,
         mesh: Mesh,
         apply: Apply,
         before: Trials | None = None,
@@ -127,32 +133,32 @@ class Trials:
         self._model = weakref.ref(model)
         self._mesh, self._apply, self._sequence_parallel = mesh, apply, sequence_parallel
         self._kinds = list(_kinds(model, found))
-        # Kinds that are not wrong alone, by what tells them, and whether they ran.
-        self._right: dict[str, bool] = {} if before is None else before._right
+        # Kinds that compute the same with their input alone, and whether they ran.
+        self._has_run_by_identity: dict[str, bool] = {} if before is None else before._has_run_by_identity
 
-    def wrong_alone(self) -> dict[str, str]:
+    def find_differing_regions(self) -> dict[str, str]:
         """Tries each kind with its input alone. Returns the names of regions that differ, and how. Collective."""
         found: dict[str, str] = {}
         for kind in self._kinds:
-            if kind.told in self._right:
-                kind.ran = self._right[kind.told]
+            if kind.identity in self._has_run_by_identity:
+                kind.has_run = self._has_run_by_identity[kind.identity]
                 continue
             block = self._block(kind.names[0])
             made_up = _made_up_input(block, kind)
             if made_up is None:
                 continue
-            wrong = self.try_out(kind, block, kind.plan, (made_up,), {}).wrong
-            if not wrong:
-                self._right[kind.told] = kind.ran
+            mismatch = self.run_trial(kind, block, kind.plan, (made_up,), {}).mismatch
+            if not mismatch:
+                self._has_run_by_identity[kind.identity] = kind.has_run
                 continue
             regions = kind.regions if len(kind.regions) > 1 else []  # of several, which
             by_itself = {
-                name: self.try_out(kind, block, {name: kind.plan[name]}, (made_up,), {}).wrong for name in regions
+                name: self.run_trial(kind, block, {name: kind.plan[name]}, (made_up,), {}).mismatch for name in regions
             }
             differing = {name: how for name, how in by_itself.items() if how}
             for region in differing or kind.regions:
                 for name in kind.names:
-                    found[joined(name, region)] = f"cut, {differing.get(region, wrong)}"
+                    found[joined(name, region)] = f"cut, {differing.get(region, mismatch)}"
         return found
 
     def _block(self, name: str) -> nn.Module:
@@ -160,22 +166,22 @@ class Trials:
         assert model is not None
         return model.get_submodule(name)
 
-    def try_first_calls(self, tp: TensorParallel) -> None:
-        """Has each kind tried when one of its blocks is first called with such arguments. tp: of the model."""
+    def try_at_first_calls(self, tp: TensorParallel) -> None:
+        """Installs hooks that try a kind at the first call of its blocks with new arguments. tp: of the model."""
         for kind in self._kinds:
             for name in kind.names:
                 hook = _BeforeCall(self, kind, name, tp)
                 tp.keep(self._block(name).register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
 
-    def try_out(
+    def run_trial(
         self, kind: Kind, block: nn.Module, plan: Relative, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Outcome:
         """Runs copies of a block, whole and cut, and compares them. The same on every rank of tp. Collective.
 
         block: one of the kind, for its buffers.
         """
-        found: list[Outcome] = []
-        failed: list[BaseException] = []
+        outcomes: list[Outcome] = []
+        errors: list[BaseException] = []
         device = next((t.device for t in (*block.parameters(), *tensors_in((args, kwargs))) if not t.is_meta), _CPU)
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
@@ -188,21 +194,21 @@ class Trials:
                     inside.enter_context(torch.random.fork_rng([device] if stream is not None else []))
                     inside.enter_context(warnings.catch_warnings())
                     warnings.simplefilter("ignore")
-                    found.append(self._outcome(kind, block, plan, args, kwargs, device))
+                    outcomes.append(self._compare_modes(kind, block, plan, args, kwargs, device))
             except BaseException as error:  # raised in the caller's thread
-                failed.append(error)
+                errors.append(error)
 
         thread = threading.Thread(target=run, name="mpidl-trial")
         thread.start()
         thread.join()
-        if failed:  # in a way that is not the program's
-            raise failed[0]
-        everyone = all_gather_object(self._mesh["tp"], found[0])
-        outcome = next((each for each in everyone if each.wrong or each.not_tried), found[0])
-        kind.ran = kind.ran or not outcome.not_tried
+        if errors:  # in a way that is not the program's
+            raise errors[0]
+        everyone = all_gather_object(self._mesh["tp"], outcomes[0])
+        outcome = next((each for each in everyone if each.mismatch or each.not_tried), outcomes[0])
+        kind.has_run = kind.has_run or not outcome.not_tried
         return outcome
 
-    def _outcome(
+    def _compare_modes(
         self,
         kind: Kind,
         block: nn.Module,
@@ -227,31 +233,31 @@ class Trials:
                     kind.template, kind.input, block, args, kwargs, dtype, device, training=training, gradients=first
                 )
                 try:
-                    outcome = self._compared(kind, plan, copies)
+                    outcome = self._compare_copies(kind, plan, copies)
                 finally:
                     copies.close()
                 if not outcome.not_tried:
                     break
-            if outcome.wrong:
+            if outcome.mismatch:
                 return outcome
             if outcome.not_tried and not before.not_tried:
                 outcome = before
         return outcome
 
-    def _compared(self, kind: Kind, plan: Relative, copies: Copies) -> Outcome:
-        failed = self._any(copies.run_whole)
+    def _compare_copies(self, kind: Kind, plan: Relative, copies: Copies) -> Outcome:
+        failed = self._failure_on_any_rank(copies.run_whole)
         if failed:
             return Outcome(not_tried=failed)
         # By itself first: where it fails on one rank the others would wait for it.
-        failed = self._any(partial(copies.run_alone, self._cut(kind, plan, copies, True)))
-        failed = failed or self._any(partial(copies.compare, self._cut(kind, plan, copies, False)))
+        failed = self._failure_on_any_rank(partial(copies.run_alone, self._cutter(kind, plan, copies, True)))
+        failed = failed or self._failure_on_any_rank(partial(copies.compare, self._cutter(kind, plan, copies, False)))
         if _is_lack_of_memory(failed):
             return Outcome(not_tried=failed)
         if failed:
             return Outcome(f"it fails with {failed}")
-        return Outcome(f"it computes something else: {copies.wrong}" if copies.wrong else "")
+        return Outcome(f"it computes something else: {copies.mismatch}" if copies.mismatch else "")
 
-    def _any(self, run: Callable[[], Any]) -> str:
+    def _failure_on_any_rank(self, run: Callable[[], Any]) -> str:
         """Runs something on every rank. Returns what it failed with on any of them, "" if it did not. Collective."""
         failed = ""
         try:
@@ -271,14 +277,14 @@ class Trials:
         everyone = all_gather_object(self._mesh["tp"], repr(mine))
         return everyone.count(everyone[0]) < len(everyone)
 
-    def _cut(self, kind: Kind, plan: Relative, copies: Copies, alone: bool) -> Callable[[nn.Module], nn.Module]:
+    def _cutter(self, kind: Kind, plan: Relative, copies: Copies, alone: bool) -> Callable[[nn.Module], nn.Module]:
         """Returns what cuts a copy. alone: it computes without the other ranks, and something else."""
 
         def cut(block: nn.Module) -> nn.Module:
-            root = Root(block)
+            root = BlockRoot(block)
             tp = TensorParallel(self._mesh, sequence_parallel=self._sequence_parallel and copies.training)
             if alone:
-                tp.group = TensorGroup(Alone(tp.comm))  # type: ignore[arg-type]
+                tp.group = TensorGroup(SilentCommunicator(tp.comm))  # type: ignore[arg-type]
                 tp.group_of = lambda heads: tp.group  # type: ignore[method-assign]
             tp.model = weakref.ref(root)
             named = {joined("block", name): list(styles) for name, styles in plan.items()}
@@ -302,34 +308,34 @@ class _BeforeCall:
 
     def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():
-            self._look(block, args, kwargs)
+            self._check_call(block, args, kwargs)
 
     @uncompiled
-    def _look(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_call(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kind = self._kind
         signature = _signature(Argument(block, kind.input).of(args, kwargs), args, kwargs)
-        wrong = kind.seen.get(signature)
-        if wrong is None and len(kind.seen) < _SIGNATURES:
-            wrong = kind.seen[signature] = self._try_out(block, args, kwargs)
-        if wrong:
+        mismatch = kind.differences_by_signature.get(signature)
+        if mismatch is None and len(kind.differences_by_signature) < _SIGNATURES:
+            mismatch = kind.differences_by_signature[signature] = self._run_trial(block, args, kwargs)
+        if mismatch:
             regions = ", ".join(joined(self._name, region) for region in kind.regions)
             raise ConfigurationError(
-                f"parallelize: plan='auto': {self._name}, cut over {self._tp.ranks} ranks: {wrong}; needs leave_whole= "
-                f"with some of {regions}, or a plan by hand"
+                f"parallelize: plan='auto': {self._name}, cut over {self._tp.ranks} ranks: {mismatch}; needs "
+                f"leave_whole= with some of {regions}, or a plan by hand"
             )
 
-    def _try_out(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def _run_trial(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         kind, length = self._kind, self._tp.length
         argument = Argument(block, kind.input)
         x = argument.of(args, kwargs)
         if torch.is_tensor(x) and length is not None and x.dim() > 1 and x.shape[1] != length:
             whole = x.new_empty(x.shape[0], length, *x.shape[2:])  # its values do not matter
             args, kwargs = argument.replaced(args, kwargs, whole)
-        outcome = self._trials.try_out(kind, block, kind.plan, args, kwargs)
-        if not kind.ran and self._tp.rank == 0:
+        outcome = self._trials.run_trial(kind, block, kind.plan, args, kwargs)
+        if not kind.has_run and self._tp.rank == 0:
             what = f"{', '.join(kind.patterns)} could not be tried by itself ({outcome.not_tried})"
             warnings.warn(f"plan='auto': {what}; compare a step with one process", stacklevel=2)
-        return outcome.wrong
+        return outcome.mismatch
 
 
 def _signature(x: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -369,10 +375,10 @@ def _is_region(style: Any) -> bool:
     return isinstance(style, AttentionParallel | FeedForwardParallel)
 
 
-def _kinds(model: nn.Module, found: Found) -> Iterator[Kind]:
+def _kinds(model: nn.Module, found: StyledModules) -> Iterator[Kind]:
     """Groups the blocks that a plan cuts by what they are."""
     styles = {name: [s for s in some if not isinstance(s, SequenceBegins | SequenceEnds)] for name, _, some in found}
-    units = {_unit(model, name) for name, some in styles.items() if any(map(_is_region, some))}
+    units = {_block_around(model, name) for name, some in styles.items() if any(map(_is_region, some))}
     units -= {inner for inner in units for outer in units if inner.startswith(f"{outer}.") and outer != inner}
     kinds: dict[str, Kind] = {}
     for unit, block in model.named_modules():
@@ -383,17 +389,19 @@ def _kinds(model: nn.Module, found: Found) -> Iterator[Kind]:
             for name, some in styles.items()
             if some and (name == unit or not unit or name.startswith(f"{unit}."))
         }
-        told = repr((type(block), sorted((name, repr(some)) for name, some in plan.items()), _fingerprint(unit, block)))
-        if told in kinds:
-            kinds[told].names.append(unit)
+        identity = repr(
+            (type(block), sorted((name, repr(some)) for name, some in plan.items()), _fingerprint(unit, block))
+        )
+        if identity in kinds:
+            kinds[identity].names.append(unit)
         else:
             region = next(s for some in plan.values() for s in some if _is_region(s))
             template, problem = _without_values(block, model)
-            kinds[told] = Kind([unit], plan, template, getattr(region, "input", "hidden_states"), problem, told)
+            kinds[identity] = Kind([unit], plan, template, getattr(region, "input", "hidden_states"), problem, identity)
     yield from kinds.values()
 
 
-def _unit(model: nn.Module, name: str) -> str:
+def _block_around(model: nn.Module, name: str) -> str:
     """The block in which a region is tried: the innermost element of a list, or what is around the region."""
     parts = name.split(".") if name else []
     for count in range(len(parts), 0, -1):
@@ -411,10 +419,10 @@ def _fingerprint(unit: str, block: nn.Module) -> list[Any]:
     found: list[Any] = []
     for name, module in block.named_modules():
         own = [
-            (key, _told(value))
+            (key, _fingerprint_of_value(value))
             for key, value in vars(module).items()
             if key not in ("training", "_parameters", "_buffers", "_modules")
-            and not (type(value) is int and value in numbers and _only_numbers(module, key))
+            and not (type(value) is int and value in numbers and _is_index_alone(module, key))
         ]
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         shapes = [(key, tuple(t.shape), t.dtype, t.requires_grad) for key, t in tensors]
@@ -422,18 +430,21 @@ def _fingerprint(unit: str, block: nn.Module) -> list[Any]:
     return found
 
 
-def _told(value: Any) -> Any:
+def _fingerprint_of_value(value: Any) -> Any:
     """Returns what stands for a value: equal for equal plain ones, else its own."""
     if value is None or isinstance(value, int | float | str):
         return value
     if isinstance(value, list | tuple | set):
-        return type(value), [_told(each) for each in value]
+        return type(value), [_fingerprint_of_value(each) for each in value]
     if isinstance(value, Mapping):  # of hooks the keys are their numbers
-        return type(value), [(None if isinstance(key, int) else _told(key), _told(each)) for key, each in value.items()]
+        return type(value), [
+            (None if isinstance(key, int) else _fingerprint_of_value(key), _fingerprint_of_value(each))
+            for key, each in value.items()
+        ]
     return tuple(value.shape) if torch.is_tensor(value) else id(value)
 
 
-def _only_numbers(module: nn.Module, attribute: str) -> bool:
+def _is_index_alone(module: nn.Module, attribute: str) -> bool:
     """Returns whether an attribute numbers a module, and its methods use it only to find its place in a cache."""
     if _NUMBER.search(attribute) is None:
         return False

@@ -27,19 +27,19 @@ from .styles import Argument
 from .tensor_parallel import Dropouts
 
 _SMALL, _SMALL_INPUT = 1 << 26, 1 << 22  # parameters of a block, elements of its input, that it is tried in double
-_BOUND = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-_SLIGHTLY = 1e-6  # by so much an input is changed to see how roundings grow
-_USUAL = 100  # without roundings, an output changes by at most so many times the change of the input
-_GROWS = 30  # a difference may be so many times what the output changes beyond that
-_CLEARLY = 0.2  # no rounding makes such a difference
-_LEAST = 1e-4  # of the largest gradient: smaller ones, such as of a bias of keys, are roundings alone
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_INPUT_CHANGE = 1e-6  # by so much an input is changed to see how roundings grow
+_MOST_AMPLIFICATION = 100  # without roundings, an output changes by at most so many times the change of the input
+_ALLOWED_GROWTH = 30  # a difference may be so many times what the output changes beyond that
+_CERTAIN_DIFFERENCE = 0.2  # no rounding makes such a difference
+_SMALLEST_GRADIENT = 1e-4  # of the largest gradient: smaller ones, such as of a bias of keys, are roundings alone
 
 
 class CannotTry(Exception):
     """The whole copy does not run by itself."""
 
 
-class Root(nn.Module):
+class BlockRoot(nn.Module):
     """Stands for the model around a block."""
 
     def __init__(self, block: nn.Module) -> None:
@@ -51,7 +51,7 @@ class Root(nn.Module):
         return self.block(*args, **kwargs)
 
 
-class Alone:
+class SilentCommunicator:
     """A Communicator's methods for a rank that communicates with no other: what comes from them is zeros."""
 
     is_debugging = False
@@ -80,7 +80,7 @@ class Alone:
         """Stands for `Communicator.reduce_scatter`."""
         out.zero_()
 
-    def partitioned_all_reduce(self, arrays: Sequence[torch.Tensor]) -> Alone:
+    def partitioned_all_reduce(self, arrays: Sequence[torch.Tensor]) -> SilentCommunicator:
         """Stands for `Communicator.partitioned_all_reduce`, and for what that returns."""
         return self
 
@@ -114,7 +114,7 @@ class Copies:
     args, kwargs: of its call.
     gradients: whether to compare them.
 
-    wrong: how the cut copy differs from the whole one; "" if it does not.
+    mismatch: how the cut copy differs from the whole one; "" if it does not.
     """
 
     def __init__(
@@ -134,11 +134,11 @@ class Copies:
         self._dtype, self._device, self.training, self._gradients = dtype, device, training, gradients
         self._argument = Argument(real, input)
         self._factor = 1.0  # of the input
-        self._numbers = random.getstate(), np.random.get_state()
+        self._random_states_before = random.getstate(), np.random.get_state()
         self._undo: list[Callable[[], None]] = []
         self._has_input = True
         self._whole: _Result
-        self.wrong = ""
+        self.mismatch = ""
 
     def run_whole(self) -> None:
         """Runs the whole copy. Raises whatever that does, or CannotTry."""
@@ -171,7 +171,7 @@ class Copies:
         ]
         _backward([a for a, _ in both], parts.leaves)
         _backward([b for _, b in both], whole.leaves)
-        self.wrong = self._compare_outputs(whole, parts) or self._compare_gradients(whole, parts)
+        self.mismatch = self._compare_outputs(whole, parts) or self._compare_gradients(whole, parts)
 
     def _copy(self) -> nn.Module:
         """Makes a copy with values, the same at each call."""
@@ -193,10 +193,10 @@ class Copies:
         memo: dict[int, Any] = {}
         inputs: list[torch.Tensor] = []
         for t in tensors_in((self._args, self._kwargs)):
-            made = t.detach().to(self._dtype) if t.is_floating_point() else t.detach()
-            memo[id(t)] = made.clone()
+            converted = t.detach().to(self._dtype) if t.is_floating_point() else t.detach()
+            memo[id(t)] = converted.clone()
             if t is not x and t.requires_grad and t.is_floating_point():
-                inputs.append(made.clone().requires_grad_())
+                inputs.append(converted.clone().requires_grad_())
                 memo[id(t)] = inputs[-1].clone()  # no leaf, into which the program might not write
         self._has_input = torch.is_tensor(x) and x.is_floating_point()
         if self._has_input:
@@ -204,8 +204,8 @@ class Copies:
             inputs.insert(0, made_up.to(self._device, self._dtype).requires_grad_())
             memo[id(x)] = inputs[0] * self._factor
         args, kwargs = copy.deepcopy((tuple(self._args), dict(self._kwargs)), memo)
-        random.setstate(self._numbers[0])
-        np.random.set_state(self._numbers[1])
+        random.setstate(self._random_states_before[0])
+        np.random.set_state(self._random_states_before[1])
         with torch.set_grad_enabled(self._gradients):
             output = module(*args, **kwargs)
         return _Result(module, inputs, [t for t in tensors_in(output) if t.is_floating_point()])
@@ -217,45 +217,47 @@ class Copies:
         same = [(a, b) for a, b in pairs if a.shape == b.shape]
         if not same or any(b.shape == shape != a.shape for a, b in pairs):
             return "its output has another shape"
-        return self._described("its output", max(_difference(a, b) for a, b in same))
+        return self._describe_if_too_large("its output", max(_difference(a, b) for a, b in same))
 
     def _compare_gradients(self, whole: _Result, parts: _Result) -> str:
         for number, (a, b) in enumerate(zip(parts.inputs, whole.inputs, strict=True)):
             what = f"the gradient of {'another argument' if number or not self._has_input else 'its input'}"
-            wrong = self._described(what, _gradient_difference(a.grad, b.grad, 0.0))
-            if wrong:
-                return wrong
+            mismatch = self._describe_if_too_large(what, _gradient_difference(a.grad, b.grad, 0.0))
+            if mismatch:
+                return mismatch
         expected = dict(whole.module.named_parameters())
         largest = max((float(p.grad.abs().max()) for p in expected.values() if p.grad is not None), default=0.0)
         for name, p in parts.module.get_submodule("block").named_parameters():
             gradient, cut = expected[name].grad, placement(p).cut
             of_rank = gradient if gradient is None or cut is None else cut.of(gradient)
-            wrong = self._described(f"the gradient of {name}", _gradient_difference(p.grad, of_rank, _LEAST * largest))
-            if wrong:
-                return wrong
+            mismatch = self._describe_if_too_large(
+                f"the gradient of {name}", _gradient_difference(p.grad, of_rank, _SMALLEST_GRADIENT * largest)
+            )
+            if mismatch:
+                return mismatch
         return ""
 
     def close(self) -> None:
         """Undoes what copies have changed outside of them."""
         while self._undo:
             self._undo.pop()()
-        random.setstate(self._numbers[0])
-        np.random.set_state(self._numbers[1])
+        random.setstate(self._random_states_before[0])
+        np.random.set_state(self._random_states_before[1])
 
-    def _described(self, what: str, difference: float) -> str:
-        if difference <= _BOUND[self._dtype] or difference <= _GROWS * self._sensitivity(difference):
+    def _describe_if_too_large(self, what: str, difference: float) -> str:
+        if difference <= _TOLERANCES[self._dtype] or difference <= _ALLOWED_GROWTH * self._sensitivity(difference):
             return ""
         return f"{what} differs by {difference:.1g} of its largest element"
 
     def _sensitivity(self, difference: float) -> float:
-        """The change of an output by a slight change of the input, where roundings within grow beyond the dtype's."""
-        if difference > _CLEARLY:
+        """Measures how much a slight change of the input changes the output: blocks may amplify rounding errors."""
+        if difference > _CERTAIN_DIFFERENCE:
             return 0.0
         before = self._run(self._copy())
-        self._factor = 1 + _SLIGHTLY
+        self._factor = 1 + _INPUT_CHANGE
         changed = self._run(self._copy())
         self._factor = 1.0
-        return max(0.0, _difference(changed.outputs[0], before.outputs[0]) - _USUAL * _SLIGHTLY)
+        return max(0.0, _difference(changed.outputs[0], before.outputs[0]) - _MOST_AMPLIFICATION * _INPUT_CHANGE)
 
 
 def dtypes_of(block: nn.Module, elements: int) -> list[torch.dtype]:
@@ -287,14 +289,14 @@ def _values(name: str, p: torch.Tensor, number: int, dtype: torch.dtype) -> torc
         return torch.zeros(p.shape, dtype=p.dtype)
     base = _base()
     count = -(-(p.numel() + number) // base.numel())
-    made = base.repeat(count)[number : number + p.numel()].view(p.shape)
+    noise = base.repeat(count)[number : number + p.numel()].view(p.shape)
     if p.dim() > 1:
-        made = made / math.sqrt(p.shape[-1])
+        noise = noise / math.sqrt(p.shape[-1])
     elif "bias" in name.rpartition(".")[2]:
-        made = 0.3 * made
+        noise = 0.3 * noise
     else:
-        made = 1 + 0.3 * made
-    return made.to(dtype)
+        noise = 1 + 0.3 * noise
+    return noise.to(dtype)
 
 
 @cache

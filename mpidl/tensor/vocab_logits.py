@@ -5,6 +5,9 @@
     softmax, argmax, topk, a sum ...                                      gather them first, on every rank
 
 So a model that computes its own loss needs no change.
+
+Who runs what: the caller's thread gathers, at the first operation that needs whole logits. Every rank of tp must call
+the same operations on them in the same order: one that rank 0 alone calls, such as a print of logits.argmax(), hangs.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 
 from ..errors import TrainingError
 from .communication import TensorGroup
-from .functions import join_last
+from .functions import join_features
 from .sizes import run_of
 
 
@@ -41,24 +44,24 @@ class VocabLogits(torch.Tensor):
 
     @classmethod
     def of(cls, local: torch.Tensor, group: TensorGroup, tokens: int, dim: int = -1) -> VocabLogits:
-        """local: [..., this rank's run of `tokens`], or with these in another dimension."""
+        """Makes logits of a rank's part. local: [..., this rank's run of `tokens`], or these in dimension `dim`."""
         made = local.as_subclass(cls)
         made.group, made.tokens, made.vocab_dim = group, tokens, dim % made.dim()
         return made
 
     @property
     def local(self) -> torch.Tensor:
-        """[..., this rank's tokens]"""
+        """This rank's part: [..., own tokens]."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor)
 
     def whole(self) -> torch.Tensor:
-        """[..., vocabulary], gathered. Collective."""
+        """Gathers the logits of all ranks: [..., vocabulary]. Collective."""
         last = self.local if _is_last(self) else self.local.movedim(self.vocab_dim, -1)
-        gathered = join_last(last, self.group, self.tokens)
+        gathered = join_features(last, self.group, self.tokens)
         return gathered if _is_last(self) else gathered.movedim(-1, self.vocab_dim)
 
-    def _whole_to_read(self) -> torch.Tensor:
+    def _gathered_whole(self) -> torch.Tensor:
         """Gathers them; without gradients once for all operations, as sampling takes several."""
         if torch.is_grad_enabled():
             return self.whole()
@@ -66,7 +69,7 @@ class VocabLogits(torch.Tensor):
             self._gathered = self.whole()
         return self._gathered
 
-    def part_like(self, local: torch.Tensor) -> VocabLogits:
+    def with_local(self, local: torch.Tensor) -> VocabLogits:
         """Makes logits of other values of the same tokens, in the same dimension."""
         return VocabLogits.of(local, self.group, self.tokens, self.vocab_dim)
 
@@ -78,7 +81,7 @@ class VocabLogits(torch.Tensor):
         return format(repr(self), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VocabLogits:
-        return self.part_like(copy.deepcopy(self.local, memo))
+        return self.with_local(copy.deepcopy(self.local, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TrainingError(
@@ -106,7 +109,7 @@ class VocabLogits(torch.Tensor):
                 "needs one that is not in place, or .whole() before"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            args, kwargs = torch.utils._pytree.tree_map_only(VocabLogits, VocabLogits._whole_to_read, (args, kwargs))
+            args, kwargs = torch.utils._pytree.tree_map_only(VocabLogits, VocabLogits._gathered_whole, (args, kwargs))
             return function(*args, **kwargs)
 
 
@@ -114,7 +117,7 @@ class VocabLogits(torch.Tensor):
 
 
 def _gradients(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch.autograd.grad, whose inputs are the parts themselves, and its results as well."""
+    """Runs torch.autograd.grad on parts: inputs and results are this rank's parts."""
     given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
     outputs, inputs = given.pop("outputs"), given.pop("inputs")
     several = [inputs] if torch.is_tensor(inputs) else list(inputs)
@@ -122,7 +125,7 @@ def _gradients(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     with torch._C.DisableTorchFunctionSubclass():
         found = function(outputs, several, *args[2:], **given)
     return tuple(
-        x.part_like(g) if isinstance(x, VocabLogits) and g is not None else g
+        x.with_local(g) if isinstance(x, VocabLogits) and g is not None else g
         for g, x in zip(found, several, strict=True)
     )
 
@@ -135,7 +138,7 @@ def _changes_in_place(function: Any) -> bool:
 _IN_PLACE = re.compile("__(?:setitem|i(?:add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift))__")
 
 
-def _local(keep: Callable[[VocabLogits, tuple[Any, ...], dict[str, Any]], Any]) -> Callable[..., Any]:
+def _on_part(keep: Callable[[VocabLogits, tuple[Any, ...], dict[str, Any]], Any]) -> Callable[..., Any]:
     """Makes a handler that runs a function on the parts. keep: the arguments for that, or None to gather."""
 
     def handler(logits: VocabLogits, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,11 +170,11 @@ def _is_last(logits: VocabLogits) -> bool:
     return logits.vocab_dim == logits.dim() - 1
 
 
-def _as_given(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _any_arguments(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     return args
 
 
-def _numbers_only(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+def _scalar_arguments(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """Numbers, and tensors of one; not those that train, whose gradient is of all tokens."""
     numbers = all(
         isinstance(a, int | float | str | None) or (torch.is_tensor(a) and a.dim() == 0 and not a.requires_grad)
@@ -180,7 +183,7 @@ def _numbers_only(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, 
     return args if numbers else None
 
 
-def _in_shape(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+def _view_arguments(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """The shape of view and reshape, whose last size is that of the vocabulary."""
     shape = args if len(args) != 1 or not isinstance(args[0], list | tuple) else tuple(args[0])
     if kwargs or not shape or not all(isinstance(n, int) for n in shape) or not _is_last(logits):
@@ -196,12 +199,12 @@ def _in_shape(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
     return ((*shape[:-1], logits.local.shape[-1]),)
 
 
-def _in_flatten(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+def _flatten_arguments(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     end = args[1] if len(args) > 1 else kwargs.get("end_dim", -1)
     return args if _is_last(logits) and end not in (-1, logits.dim() - 1) else None
 
 
-def _in_index(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+def _index_arguments(logits: VocabLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """The index of leading dimensions; a last one of `:` takes the whole vocabulary."""
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     is_mask = (torch.is_tensor(part) and part.dtype == torch.bool and part.dim() > 1 for part in index)
@@ -225,15 +228,15 @@ def _size(logits: VocabLogits, function: Any, args: tuple[Any, ...], kwargs: dic
     return _shape(logits) if dim is None else _shape(logits)[dim]
 
 
-def _plain(logits: VocabLogits, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Asks the part, whose answer is that of the whole: dtype, device, ..."""
+def _ask_part(logits: VocabLogits, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a function whose result is equal for the part and the whole: dtype, device, ..."""
     with torch._C.DisableTorchFunctionSubclass():
         return function(logits, *args, **kwargs)
 
 
 def _grad(logits: VocabLogits, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    found = _plain(logits, function, args, kwargs)
-    return None if found is None else logits.part_like(found)
+    found = _ask_part(logits, function, args, kwargs)
+    return None if found is None else logits.with_local(found)
 
 
 _T = torch.Tensor
@@ -246,11 +249,11 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     _T.numel: lambda logits, *_: _shape(logits).numel(),
     _T.__repr__: lambda logits, *_: VocabLogits.__repr__(logits),
     _T.grad.__get__: _grad,  # type: ignore[union-attr]
-    _T.view: _local(_in_shape),
-    _T.reshape: _local(_in_shape),
-    _T.flatten: _local(_in_flatten),
-    torch.flatten: _local(_in_flatten),
-    _T.__getitem__: _local(_in_index),
+    _T.view: _on_part(_view_arguments),
+    _T.reshape: _on_part(_view_arguments),
+    _T.flatten: _on_part(_flatten_arguments),
+    torch.flatten: _on_part(_flatten_arguments),
+    _T.__getitem__: _on_part(_index_arguments),
     **dict.fromkeys(
         (
             _T.transpose, torch.transpose, _T.swapaxes, torch.swapaxes, _T.swapdims, torch.swapdims, _T.permute,
@@ -264,14 +267,14 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
             _T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type, _T.contiguous, _T.clone, _T.detach, _T.cpu,
             _T.tanh, torch.tanh, _T.neg, _T.__neg__,
         ),
-        _local(_as_given),
+        _on_part(_any_arguments),
     ),
     **dict.fromkeys(
         (
             _T.mul, _T.__mul__, _T.__rmul__, torch.mul, _T.div, _T.__truediv__, torch.div, _T.add, _T.__add__,
             _T.__radd__, _T.sub, _T.__sub__,
         ),
-        _local(_numbers_only),
+        _on_part(_scalar_arguments),
     ),
     **dict.fromkeys(
         (
@@ -283,6 +286,6 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
                              "is_nested", "is_sparse", "is_quantized", "is_meta")
             ),
         ),
-        _plain,
+        _ask_part,
     ),
 }  # fmt: skip

@@ -20,7 +20,7 @@ from .assigned import keep_placements
 from .communication import TensorGroup
 from .forward_wrapper import has_own_forward
 from .functions import sum_of_region
-from .linear import cut_parameter, make_column, sizes_of
+from .linear import cut_parameter, make_column_parallel, sizes_of
 from .saving import refuse_to_save_parts
 from .sizes import Run, run_of
 from .tensor_parallel import TensorParallel
@@ -45,7 +45,7 @@ def make_vocabulary(name: str, layer: nn.Module, tp: TensorParallel) -> None:
         tp.set(layer, "padding_idx", None if padding is None or not start <= padding < stop else padding - start)
         return
     _, tokens = sizes_of(name, layer)
-    make_column(layer, tp, [run_of(tokens, tp.ranks, tp.rank)], copies_input=True)
+    make_column_parallel(layer, tp, [run_of(tokens, tp.ranks, tp.rank)], copies_input=True)
     tp.keep(layer.register_forward_hook(_AsLogits(tp.group, tokens)))
 
 

@@ -25,7 +25,7 @@ from ..gradients.compression.undo import Undoable, reductions_of, undo_step
 from ..gradients.nonfinite import NonfiniteWatch
 from ..job.runtime import default_communicator
 from ..mesh import Mesh
-from ..mesh.groups import checked
+from ..mesh.groups import checked_mesh, refuse_part
 from ..trained_by import innermost
 from ..zero import ZeroOptimizer
 
@@ -61,13 +61,15 @@ class GradScaler(torch.amp.GradScaler):
         *,
         mesh: Mesh | None = None,
     ) -> None:
-        mesh = checked("GradScaler", process_group, mesh)
+        mesh = checked_mesh("GradScaler", process_group, mesh)
         if explain_after < 1:
             raise ConfigurationError(f"explain_after: got {explain_after}; needs 1 or more")
         if not isinstance(device, str):
             raise ConfigurationError(f"device: got {device!r}; needs the name of a device (the scale is init_scale=)")
         if not init_scale > 0:
             raise ConfigurationError(f"init_scale: got {init_scale}; needs a number above 0")
+        if enabled and process_group is not None:
+            refuse_part("GradScaler", process_group, "mesh=, so that all ranks take or skip a step together")
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.process_group = process_group if mesh is None else mesh.comm
         self.skipped_steps = 0

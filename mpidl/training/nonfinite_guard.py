@@ -44,7 +44,7 @@ from ..gradients.nonfinite import NonfiniteWatch
 from ..job.objects import all_gather_object
 from ..job.runtime import default_communicator
 from ..mesh import Mesh
-from ..mesh.groups import checked, refuse_part
+from ..mesh.groups import checked_mesh, refuse_part
 from ..trained_by import innermost, trainer_of_model
 from ..zero import ZeroOptimizer
 from .kept_buffers import KeptBuffers
@@ -85,7 +85,7 @@ class NonfiniteGuard:
         scaler: Any = None,
         mesh: Mesh | None = None,
     ) -> None:
-        mesh = checked("NonfiniteGuard", process_group, mesh)
+        mesh = checked_mesh("NonfiniteGuard", process_group, mesh)
         if on_nan not in ("stop", "skip"):
             raise ConfigurationError(f"on_nan: got {on_nan!r}; needs 'stop' or 'skip'")
         if not isinstance(give_up_after, int) or give_up_after < 1:

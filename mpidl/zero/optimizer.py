@@ -21,7 +21,7 @@ import torch
 
 from collectives import Communicator
 
-from ..errors import ConfigurationConflict, TrainingError
+from ..errors import ConfigurationConflict, ConfigurationError, TrainingError
 from ..gradients.buckets import bucket_stats
 from ..gradients.compression import Compression, Compressor
 from ..gradients.grad_bucket import Hook
@@ -209,7 +209,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Scales the gradients so that the norm of the whole model's is at most `max_norm`; returns it. Collective.
 
         The arguments are those of mpidl.clip_grad_norm_; a step refuses gradients that the ranks have clipped
-        differently.
+        differently. Where experts and the rest of the model have an engine each it is refused, for
+        mpidl.clip_grad_norm_ over the parameters of both.
         """
         return clip_and_unscale.clip_norm(self._parts, max_norm, norm_type, error_if_nonfinite)
 
@@ -231,8 +232,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         bucket, as one for DistributedDataParallel, is right, too: this rank's shard of the result is taken. Over
         several nodes, stage 3 needs handles that are a Work or come from `bucket.reduce`, if the ranks do not all run
         the same modules; so do several optimizers in one backward pass, if ranks come to their models in another order.
+        Those that leave some ranks' gradients as they are, for DistributedDataParallel alone, are refused.
         """
         check_hook(hook)
+        if getattr(state, "leaves_gradients_local", False):
+            raise ConfigurationError(
+                f"register_comm_hook: a hook with {type(state).__name__} leaves gradients on ranks as they are, and "
+                "ZeroOptimizer would take them for the mean; needs DistributedDataParallel, or a hook that averages"
+            )
         reducer = self._parts.shard_reducer
         if reducer.hook is not None:
             raise ConfigurationConflict("register_comm_hook: this ZeroOptimizer has a hook already")
@@ -326,7 +333,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The plain model's state_dict, on rank 0; a mark that it is there on the others. Collective.
 
         The mark is a dictionary with one entry, which `load_model_state_dict` refuses. Of a model that is cut over tp
-        it is whole on rank 0 of dp at each rank of tp, and collective over tp as well.
+        it is whole on rank 0 of dp at each rank of tp, and collective over tp as well. Extra states of modules are that
+        rank's.
 
         masters: parameters that have fp32 masters are given in fp32, so that training can go on from them to the bit;
             frozen ones in the dtype that they have. False: all as the forward pass sees them.
@@ -339,8 +347,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Loads what `model_state_dict` or the plain model's state_dict gave, from rank 0. Collective.
 
         Rank 0 gives the whole, in any dtype, and over tp rank 0 of dp at each rank of tp; what the others give is
-        ignored. Masters take the values before they are rounded. Raises ConfigurationError on every rank for missing or
-        unexpected names and for other shapes.
+        ignored. Masters take the values before they are rounded; every rank's modules get the extra states. Raises
+        ConfigurationError on every rank for missing or unexpected names, other shapes, and errors of `set_extra_state`.
         """
         states.load_model_state(self._parts, state_dict)
 
@@ -372,7 +380,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The reduced gradients by the parameters' names, whole, on rank 0; a mark on the others. Collective.
 
         What a plain model's `.grad` would be: the mean over the ranks, scaled and clipped as they are now. Those that
-        no rank's passes reached since zero_grad are left out.
+        no rank's passes reached since zero_grad are left out. Of a model that is cut over tp they are whole on rank 0
+        of dp at each rank of tp, and collective over tp as well. Raises ConfigurationError for a part without a `cut`.
         """
         return states.gradients(self._parts)
 
@@ -450,6 +459,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         steps_on: "slices"; "wholes" for classes whose step needs whole parameters, each on one rank; or "replicas" for
             those that update whole parameters on every rank.
         pending_update: whether a delayed update is under way that `flush` would show.
+        gradient_buffers: how many buffers the buckets take turns in.
+        whole_units: of stage 3 where ranks gather, as over several nodes, the names of the units that are whole on this
+            rank; the model's own is "".
+        rounds_under_way: there, how many gatherings this rank has asked for to which others have still to come.
         """
         parts = self._parts
         inner, replica_comm = parts.inner, parts.shard_group.replica_comm
@@ -459,6 +472,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "replicas": 1 if replica_comm is None else replica_comm.size,
             "steps_on": "wholes" if inner.needs_wholes else "replicas" if inner.updates_wholes else "slices",
             "pending_update": parts.offloaded is not None and parts.offloaded.pending,
+            "gradient_buffers": parts.shard_reducer.buffer_count,
+            **parts.parameters.stats(),
         }
 
 

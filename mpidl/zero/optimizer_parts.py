@@ -38,7 +38,10 @@ class Parts:
     """The parts of a ZeroOptimizer.
 
     shard_group: the ranks: all of them, those that have shards, those with this rank's shard.
+    tp: the ranks that hold the other parts of these parameters; None if alone.
+    with_tp: the ranks of `shard_group`, and with each of them those of its tp: a step is of all or of none.
     mesh: the axes over which the norm of the whole model is taken; None: those of `shard_group`.
+    divisor: of contributions to gradients, as `mesh.experts` gives it.
     model: the plain model, trained in place.
     place: where its parameters lie.
     names: of the model's state_dict.
@@ -65,7 +68,10 @@ class Parts:
     """
 
     shard_group: ShardGroup
+    tp: Communicator | None
+    with_tp: Communicator
     mesh: Mesh | None
+    divisor: int
     model: torch.nn.Module
     place: Place
     names: StateNames

@@ -96,6 +96,7 @@ def test_a_job_goes_on_from_the_runs_that_were_kept(mpirun: Callable[..., Any], 
     assert [point for point in points if point["method"] == "fp32"] == first
     assert {point["method"] for point in points} == {"fp32", "int8"}
     assert "fp32                         seed 0  step" not in done.stdout
-    wrong = job("--steps=2")
-    assert wrong.returncode != 0
-    assert "was written with" in wrong.stderr
+    for option in ("--steps=2", "--validation=4"):
+        wrong = job(option)
+        assert wrong.returncode != 0
+        assert "was written with" in wrong.stderr

@@ -164,7 +164,7 @@ def test_ranks_that_have_handed_in_different_arrays_are_told(shared: Communicato
     made = shared.partitioned_all_reduce(parts)
     for part in parts[: 1 if shared.rank == 0 else 2]:
         made.hand_in(part)
-    with pytest.raises(MismatchError, match=r"rank 0: all_reduce sum of 10 float32.*: all_reduce sum of 20"):
+    with pytest.raises(MismatchError, match=r"rank 0: .*sum of 10 float32.*: .*sum of 20"):
         made.wait()
     for part in parts:  # then all is well again
         part.fill_(1)
@@ -198,14 +198,14 @@ def test_ranks_in_different_rounds_are_told(shared: Communicator) -> None:
     shared.barrier()
     if shared.rank != 0:
         made.hand_in(x)
-    with pytest.raises(MismatchError, match="rank 0 began to hand in arrays before the others"):
+    with pytest.raises(MismatchError, match="rank 0 began to hand in"):
         made.wait()
 
 
 def test_what_is_handed_in_must_be_the_next_array(node: Communicator) -> None:
     parts = [symmetric(node, torch.ones(4)) for _ in range(2)]
     made = node.partitioned_all_reduce(parts)
-    with pytest.raises(ArgumentError, match="got another array than part 0, the next one"):
+    with pytest.raises(ArgumentError, match="another array than part 0"):
         made.hand_in(parts[1])
     for part in parts:
         made.hand_in(part)

@@ -25,6 +25,7 @@ from collectives.backends.tables import NO_LIMIT, default_tables, library, read_
 from collectives.base.buffers import describe
 from collectives.calibration import cache_path, table_of
 from collectives.group import setup
+from collectives.process.topology import Topology
 
 TUNE = ("-m", "collectives.tune")
 FLOAT = describe("float32")
@@ -177,18 +178,18 @@ def test_a_group_that_cannot_be_made_leaves_no_communicators_of_mpi(
 ) -> None:
     """MPI has a limited number of them."""
     made: list[Any] = []
-    select, split = setup._select, comm._dispatch.split
+    discover, split = setup.discover, Dispatch.split
 
-    def watched_select(dispatch: Dispatch, *arguments: Any) -> Selection:
-        made.append(dispatch._made)
-        return select(dispatch, *arguments)
+    def watched_discover(of_mpi: MPI.Intracomm, owned_comms: list[MPI.Intracomm]) -> Topology:
+        made.append(owned_comms)
+        return discover(of_mpi, owned_comms)
 
     def watched_split(*arguments: Any) -> Any:
         made.append([split(*arguments)])
         return made[-1][0]
 
-    monkeypatch.setattr(setup, "_select", watched_select)
-    monkeypatch.setattr(comm._dispatch, "split", watched_split)
+    monkeypatch.setattr(setup, "discover", watched_discover)
+    monkeypatch.setattr(Dispatch, "split", watched_split)
     (tmp_path / "tuning.json").write_text("[]")
     monkeypatch.setenv("MPIDL_TUNING", str(tmp_path / "tuning.json"))
     for make in (Communicator, lambda: comm.split(0)):

@@ -42,14 +42,14 @@ def slurm(tmp_path: Path):
         (programs / name).chmod(0o755)
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(script: str, *ends: object) -> tuple[subprocess.Popen[bytes], Path]:
+    def start(script: str, *ends: object, **variables: str) -> tuple[subprocess.Popen[bytes], Path]:
         (tmp_path / "ends").write_text("".join(f"{end}\n" for end in ends))
         calls = tmp_path / "calls"
         files = {"CALLS": str(calls), "ENDS": str(tmp_path / "ends"), "WAITS": str(tmp_path / "waits")}
         job = {"SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "mine", "SLURM_CPUS_PER_TASK": "4", "SLURM_NTASKS": "8"}
         job["PYTHONPATH"] = str(launch.ROOT)
         path = os.pathsep.join([str(programs), os.environ["PATH"]])
-        environment = launch.environment(PATH=path, MPI=None, **files, **job)
+        environment = launch.environment(PATH=path, MPI=None, **files, **job, **variables)
         with (tmp_path / "said").open("wb") as said:
             process = subprocess.Popen(
                 ["bash", SCRIPTS / script], env=environment, cwd=tmp_path, stdout=said, stderr=said
@@ -115,6 +115,16 @@ def test_several_nodes_heed_a_signal_before_the_training_is_started(slurm, tmp_p
     assert process.wait(60) == 75
     said = calls.read_text().splitlines()
     assert [line.split()[0] for line in said] == ["srun", "scontrol"]
+
+
+@pytest.mark.limit(120)
+def test_several_nodes_pass_on_a_signal_that_comes_before_the_number_of_the_launcher(slurm, tmp_path: Path) -> None:
+    hook = tmp_path / "hook"  # the shell reads it first; as it is about to note the number the training runs already
+    command = 'while [ ! -e "$WAITS" ]; do sleep 0.05; done; kill -USR1 $$'
+    hook.write_text(f"""trap 'case $BASH_COMMAND in "launcher=\\$!") {command} ;; esac' DEBUG\n""")
+    process, calls = slurm("several_nodes.sh", "wait", BASH_ENV=str(hook))
+    assert process.wait(60) == 75
+    assert calls.read_text().splitlines()[-1] == "scontrol requeue 77"
 
 
 @pytest.mark.parametrize("script", ALL)

@@ -236,12 +236,45 @@ def test_one_hook_and_before_training(comm, engine: str) -> None:
     optimizer.step()
 
 
-def test_a_result_of_another_size_is_refused(comm) -> None:
-    called, _, owner = made(comm, "stage 2", fresh(MODELS["gpt2"], comm.rank))
-    owner.register_comm_hook(None, lambda _, bucket: comm_hooks.completed(bucket.buffer()[:3]))
+@pytest.mark.each("engine")
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("engine", ["ddp", "stage 2"])
+def test_a_result_of_another_size_is_refused(comm, engine: str, size: int) -> None:
+    """Also one that a copy would spread over the bucket, and one that begins where the bucket does."""
+    called, _, owner = made(comm, engine, fresh(MODELS["gpt2"], comm.rank))
+    owner.register_comm_hook(None, lambda _, bucket: comm_hooks.completed(bucket.buffer()[:size]))
     loss = called(*(part.chunk(comm.size)[comm.rank] for part in sequences(0, 0)))
-    with pytest.raises(mpidl.TrainingError, match="result has 3 elements; needs the bucket's"):
+    with pytest.raises(mpidl.TrainingError, match=f"result has {size} elements; needs the bucket's"):
         loss.backward()
+
+
+class ComplexProduct(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).abs().square().sum() + (self.weight * 1j * x).real.sum()
+
+
+@every_engine
+@every_compression
+def test_complex_gradients_keep_both_parts(comm, engine: str, hook: Any, error: float) -> None:
+    def trained(hook: Any) -> torch.Tensor:
+        model = ComplexProduct()
+        called, optimizer, owner = made(comm, engine, model)
+        if hook is not None:
+            owner.register_comm_hook(comm, hook)
+        called(torch.arange(1.0, 6.0) * (comm.rank + 1.3)).backward()
+        optimizer.step()
+        with contextlib.nullcontext() if engine == "ddp" else optimizer.gathered(writable=False):
+            return model.weight.detach().clone()
+
+    exact, found = trained(None), trained(hook)
+    assert (exact.imag != 0).all()
+    torch.testing.assert_close(found, exact, rtol=error, atol=error)
+    assert not torch.equal(found, exact)
+    check_equal_on_all_ranks(comm, found)
 
 
 def wrong_bucket(state: Any, bucket: int) -> comm_hooks.Handle:

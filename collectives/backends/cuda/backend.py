@@ -55,6 +55,17 @@ class GpuBackend:
         """Returns whether the MPI library moves GPU memory to and from that rank, and nothing better serves."""
         return self._group is not None and self._group.transports.pairs[self._host.rank][other] == "aware"
 
+    def stats(self) -> dict[str, Any] | None:
+        """The transports in use, for `Communicator.stats`; None before they are set up."""
+        if self._group is None:
+            return None
+        transports = self._group.transports
+        return {
+            "transports": list(transports.pairs[self._host.rank]),
+            "transport": transports.common,
+            "streams_wait": self._group.streams_wait,
+        }
+
     def is_shared(self, address: int) -> bool:
         """Returns whether an array at this address lies in memory that is the same for all ranks."""
         return self._group is not None and self._group.is_shared(address)

@@ -29,7 +29,7 @@ from .probe import pinned_words
 
 _WORD = 8  # bytes
 # Copied before a word is written that others read after they have waited; far longer than the hosts take to queue it.
-_DELAY_BYTES, _DELAYS = 16 << 20, 24
+_DELAY_BYTES, DELAYS = 16 << 20, 24
 _TOKEN = 0x6576656E74 << 16
 
 
@@ -98,7 +98,7 @@ class StreamBarrier:
             for late in range(ranks):
                 words[:] = _TOKEN + late, 0
                 if rank == late:
-                    for _ in range(_DELAYS):
+                    for _ in range(DELAYS):
                         self._copy(memory.address, memory.address + _DELAY_BYTES, _DELAY_BYTES)
                     self._copy(memory.address + 2 * _DELAY_BYTES, address(words), _WORD)
                 self()

@@ -138,6 +138,11 @@ class GpuGroup:
         with self._device.current():
             return self._device.array(memory.address, shape, dtype, memory)
 
+    @property
+    def streams_wait(self) -> bool:
+        """Tells if the streams of the ranks' GPUs wait for each other."""
+        return self._ipc is not None and self._ipc.streams_wait
+
     def is_shared(self, pointer: int) -> bool:
         """Returns whether an array at this address lies in memory of this group that is the same for all ranks."""
         found = self._allocator.find(pointer, 1) if self._allocator is not None else None

@@ -36,7 +36,7 @@ _C_TYPES = {
     },
 }
 
-_FP16 = r"""
+FP16 = r"""
 struct half { unsigned short bits; };
 __device__ inline float widen(half x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits)); return y; }
 __device__ inline half narrow(float x) { half y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x)); return y; }
@@ -227,7 +227,7 @@ def _types(kernel: Kernel) -> str:
     """T, what is read; R, what is written; A, what is computed in; widen and narrow, from T to A and from A to R."""
     read, written = kernel.read, kernel.written
     if read.widened or written.widened:
-        short = _FP16 if "float16" in (read.name, written.name) else _BF16
+        short = FP16 if "float16" in (read.name, written.name) else _BF16
         kinds = [f"typedef {'SHORT' if each.widened else 'A'} {name};" for each, name in ((read, "T"), (written, "R"))]
         return f"{short}{' '.join(kinds)}\n"
     if read.kind == "b":

@@ -85,6 +85,11 @@ class Ipc:
         processor = GpuProcessor(device, self._stream, 0 if len(gpus) == 1 < topology.local_size else None)
         self._symmetric = Symmetric(meetings, allocator, processor=processor)
 
+    @property
+    def streams_wait(self) -> bool:
+        """Tells if the streams of the ranks' GPUs wait for each other, and not the hosts."""
+        return self._barrier.on_gpu
+
     def serves(self, operation: str, algorithm: str) -> bool:
         """Implements `Transport.serves`."""
         serves = self._symmetric.serves(operation) and operation not in PREFIXES  # the leader would reduce for all

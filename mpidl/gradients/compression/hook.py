@@ -158,6 +158,10 @@ class CompressedReduction:
         """The number of ranks that exchange a section."""
         return self._method.ranks.peers
 
+    def own_parts(self) -> list[list[tuple[int, int]]]:
+        """The parts of each bucket that this rank compresses, as (start, stop), of the buckets that have come."""
+        return self._sections.own_parts()
+
     @property
     def feeds_back(self) -> bool:
         """Returns whether what is not sent is added to the gradients of the next step."""

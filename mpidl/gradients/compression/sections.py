@@ -93,6 +93,10 @@ class Sections:
                 self._means.pop(p, None)
         return made
 
+    def own_parts(self) -> list[list[tuple[int, int]]]:
+        """The parts of each bucket that this rank's section has, as (start, stop), of the buckets that have come."""
+        return [[(start, stop) for _, start, stop in s.layout.parts()] for s in self._sections.values()]
+
     @property
     def has_waiting(self) -> bool:
         """Returns whether something waits for a section, on any rank. The same on every rank."""

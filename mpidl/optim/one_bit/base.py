@@ -56,6 +56,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     step_needs: ClassVar = StepNeeds(wholes=True, together=True, averages="gradients")
     needs_every_rank: ClassVar[bool] = True  # as the state of a hook: of a rank without batches no zeros stand in
+    leaves_gradients_local: ClassVar[bool] = True  # as the state of a hook
     keys: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")  # of states with an element for each of the parameter's
     wide_states: ClassVar[bool] = True  # in fp32 also of 16-bit parameters
 
@@ -262,7 +263,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step; returns what `closure` does, called with gradients on. Collective.
+        """Makes one step; returns the result of `closure`, called with gradients enabled. Collective.
 
         Which parameters train is the same on all ranks; it may change from step to step.
 
@@ -280,12 +281,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
         return loss
 
     def _prepare(self) -> None:
-        """Lays the states out, and takes over those that were loaded. Collective at the first step."""
+        """Lays out the states and copies loaded ones into them. Collective at the first step."""
         exchange = self._ready_exchange()
         self._check_groups()
         if not self._is_hooked and exchange.world.size > 1:
             raise TrainingError(
-                f"{type(self).__name__}: no engine asks it what to reduce; needs register_comm_hook(optimizer, "
+                f"{type(self).__name__}: no engine calls its hook; needs register_comm_hook(optimizer, "
                 "mpidl.optim.one_bit_hook) of DistributedDataParallel, or to be ZeroOptimizer's class"
             )
         if not self._buckets:

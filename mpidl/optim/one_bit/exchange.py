@@ -189,7 +189,7 @@ class OneBitExchange:
     def _means(
         self, values: torch.Tensor, squares: Sequence[float], errors: Errors
     ) -> Generator[list[Work], None, torch.Tensor]:
-        """Both phases, of a section's values, which become its errors. Returns the messages of the pieces' means."""
+        """Runs both phases for a section; its values become its errors. Returns the messages of the pieces' means."""
         me, size, pieces, sign = self._phases[0].rank, self._phases[0].size, errors.layout.pieces, self._sign
         sizes = [sign.message_bytes(stop - start) for start, stop in pieces]
         leaving = [0 if rank == me else each for rank, each in enumerate(sizes)]

@@ -15,7 +15,7 @@ from .flat import FlatBucket
 
 
 def advance_moments(bucket: FlatBucket, gradients: Sequence[torch.Tensor | None], betas: tuple[float, float]) -> None:
-    """m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g g, of the parameters that have a gradient."""
+    """Advances m and v of parameters with a gradient: m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g g."""
     beta1, beta2 = betas
     found = [n for n, g in enumerate(gradients) if g is not None]
     if not found:
@@ -28,7 +28,7 @@ def advance_moments(bucket: FlatBucket, gradients: Sequence[torch.Tensor | None]
 
 
 def advance_first_moment(bucket: FlatBucket, gradients: Sequence[torch.Tensor | None], beta1: float) -> torch.Tensor:
-    """m = beta1 m + (1 - beta1) g of what trains, where no gradient counts as zeros. Returns the array."""
+    """Advances m of trained parameters, m = beta1 m + (1 - beta1) g; a missing g is 0. Returns the array of m."""
     views, trained = bucket.views["exp_avg"], bucket.trained()
     if trained:
         torch._foreach_mul_([views[n] for n in trained], beta1)
@@ -42,7 +42,7 @@ def advance_first_moment(bucket: FlatBucket, gradients: Sequence[torch.Tensor | 
 def advance_range(
     bucket: FlatBucket, gradients: Sequence[torch.Tensor | None], beta1: float, start: int, stop: int
 ) -> None:
-    """m = beta1 m + (1 - beta1) g in a range of the array. gradients: flat; no gradient counts as zeros."""
+    """Advances m in a range of its array, m = beta1 m + (1 - beta1) g. gradients: flat; None is 0."""
     array = bucket.arrays["exp_avg"]
     for span in bucket.spans(start, stop):
         moment, gradient = array[span.of_array], gradients[span.number]
@@ -61,11 +61,12 @@ def descend_range(
     start: int,
     stop: int,
 ) -> None:
-    """The decay, and w = w - lr m / corrections[0] / (sqrt(v / corrections[1]) + eps), in a range of the array.
+    """Decays w, then w = w - lr m / corrections[0] / (sqrt(v / corrections[1]) + eps), in a range of the array.
 
     groups: of each parameter.
-    scratch: fp32, of at least the elements of the range. Parameters that do not train, or are not contiguous, are left
-        out.
+    scratch: fp32, of at least the elements of the range.
+
+    Skips parameters that do not train or are not contiguous.
     """
     first, root = corrections[0], math.sqrt(corrections[1])
     for span in bucket.spans(start, stop):
@@ -79,19 +80,19 @@ def descend_range(
 
 
 def denominators(array: torch.Tensor, correction: float, eps: float) -> torch.Tensor:
-    """sqrt(v / correction) + eps, of an array of a bucket."""
+    """Computes sqrt(v / correction) + eps for an array of a bucket."""
     return torch.div(array, correction).sqrt_().add_(eps)
 
 
 def decay(parameters: Sequence[torch.Tensor], groups: Sequence[dict[str, Any]]) -> None:
-    """w = w - lr weight_decay w."""
+    """Decays weights in place: w = w - lr weight_decay w."""
     for p, group in zip(parameters, groups, strict=True):
         if group["weight_decay"]:
             p.mul_(1 - float(group["lr"]) * group["weight_decay"])
 
 
 def descend(p: torch.Tensor, numerator: torch.Tensor, denominator: torch.Tensor, rate: float) -> None:
-    """w = w - rate * numerator / denominator."""
+    """Updates p in place: p = p - rate * numerator / denominator."""
     if p.dtype == torch.float32:
         p.addcdiv_(numerator, denominator, value=-rate)
     else:

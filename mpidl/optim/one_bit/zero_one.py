@@ -113,8 +113,8 @@ class ZeroOneAdam(OneBitOptimizer):
         if not self.is_synchronised:
             left = self.progress["local_interval"] - self.progress["since"]
             raise TrainingError(
-                f"ZeroOneAdam: a state after step {self.progress['steps']}, when each rank has weights of its own; "
-                f"needs one after {left} more step{'s' if left > 1 else ''}, which exchange"
+                f"ZeroOneAdam: after step {self.progress['steps']} each rank has its own weights; "
+                f"needs {left} more step{'s' if left > 1 else ''}, after which the ranks exchange"
             )
 
     def _stays(self, p: torch.nn.Parameter) -> bool:

@@ -14,8 +14,8 @@ from ...errors import ConfigurationError
 from ...gradients.compression import OwnedCompressor
 from ...gradients.compression.settings import parameter_compressor
 from ...mesh import Mesh
-from ...mesh.experts import refuse_experts
-from ...mesh.placement import refuse_offload, refuse_unknown_cut
+from ...mesh.experts import refuse_experts, refuse_others
+from ...mesh.placement import refuse_offload, refuse_other_mesh, refuse_parts_without_mesh, refuse_unknown_cut
 from ...optim.trust_ratio import TrustRatioOptimizer
 from ...optimizer_trial import comparable
 from ...trained_by import refuse_trained
@@ -85,22 +85,39 @@ def compressor_of_parameters(model: torch.nn.Module, stage: int, method: str | N
     return made
 
 
-def refuse_placements(
-    model: torch.nn.Module, optimizer_class: type, mesh: Mesh | None, offloads: bool, wholes: bool, divisor: int
+def refuse_placements(model: torch.nn.Module, mesh: Mesh | None, divisor: int) -> None:
+    """Refuses parameters, trained or frozen, that the engine may not make the same on its ranks.
+
+    divisor: of contributions to gradients, as `gradient_group` gives it.
+    """
+    if mesh is not None:
+        refuse_other_mesh("ZeroOptimizer", mesh.layout, model.named_parameters())
+        refuse_experts(mesh, divisor, model.named_parameters())
+
+
+def refuse_trained_placements(
+    named: Sequence[tuple[str, torch.Tensor]],
+    optimizer_class: type,
+    mesh: Mesh | None,
+    offloads: bool,
+    wholes: bool,
+    divisor: int,
 ) -> None:
     """Refuses parameters that are cut over a mesh where that cannot be trained.
 
+    named: those that train.
     offloads: state lies elsewhere.
     wholes: a step needs whole ones.
     divisor: of contributions to gradients, as `gradient_group` gives it.
     """
-    if mesh is not None:
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        refuse_experts(mesh, divisor, named)
-        if wholes:
-            refuse_unknown_cut(optimizer_class.__name__, named)
-        if offloads and issubclass(optimizer_class, TrustRatioOptimizer):
-            refuse_offload(optimizer_class.__name__, named)
+    if mesh is None:
+        refuse_parts_without_mesh("ZeroOptimizer", named)
+        return
+    refuse_others(divisor, named)
+    if wholes:
+        refuse_unknown_cut(optimizer_class.__name__, named)
+    if offloads and issubclass(optimizer_class, TrustRatioOptimizer):
+        refuse_offload(optimizer_class.__name__, named)
 
 
 def _instance_of(given: Any, base: type) -> str:

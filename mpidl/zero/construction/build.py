@@ -35,7 +35,7 @@ from ...gradients.compression.settings import compression
 from ...job.agreement import check_everywhere
 from ...job.model_device import place_of_model
 from ...mesh import Mesh, placement
-from ...mesh.experts import divide_contributions, gradient_group
+from ...mesh.experts import divide_contributions, gradient_group, note_engine
 from ...optim.elementwise_state import note_whole_size
 from ...optim.trust_ratio import TrustRatioOptimizer, squared_norms_over
 from ...optimizer_trial import StepNeeds, comparable, exchanges_gradients
@@ -105,8 +105,15 @@ def build(
     Raises ConfigurationError and ModelMismatch on every rank, and changes nothing, for arguments that cannot work.
     """
     model = unwrap_compiled(model)
-    world, divisor = gradient_group("ZeroOptimizer", communicator(options.process_group), options.mesh, model)
-    group, plan = _check(world, divisor, model, optimizer_class, options, kwargs)
+    world, divisor = gradient_group(
+        "ZeroOptimizer", communicator(options.process_group), options.mesh, model, needed="mesh="
+    )
+    over_tp = options.mesh if options.mesh is not None and options.mesh.size("tp") > 1 else None
+    with_tp = world
+    if over_tp is not None:  # those of experts average over edp
+        with_tp = over_tp.along("dp", "cp", "tp") if divisor == 1 else over_tp.along("edp", "tp")
+    group, plan = _check(world, with_tp, divisor, model, optimizer_class, options, kwargs)
+    note_engine(options.mesh, divisor)
     state_names = StateNames.of(model)
     watch, trained = _watch(model)
     with_values = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
@@ -125,7 +132,6 @@ def build(
     if plan.compressed is not None and not plan.compressed.chooses_none:
         shard_reducer.hook, reducer = (None, plan.compressed), weakref.proxy(shard_reducer)
         plan.compressed.buckets = lambda: reducer.buckets_without_storage()
-    over_tp = options.mesh if options.mesh is not None and options.mesh.size("tp") > 1 else None
     tp = same_gradients = None
     if over_tp is not None:
         from ..gradients.same_gradients import SameGradients  # which few programs need
@@ -176,7 +182,10 @@ def build(
         plan.compressed.claim_compressor()
     return Parts(
         shard_group=group,
+        tp=tp,
+        with_tp=with_tp,
         mesh=options.mesh,
+        divisor=divisor,
         model=model,
         place=plan.place,
         names=state_names,
@@ -222,33 +231,42 @@ def slice_shards(
 
 def _check(
     world: Communicator,
+    with_tp: Communicator,
     divisor: int,
     model: Any,
     optimizer_class: type[torch.optim.Optimizer],
     options: Options,
     kwargs: Mapping[str, Any],
 ) -> tuple[ShardGroup, _Plan]:
-    """Checks all arguments, on all ranks, and plans what is to be done. Collective; the model stays as it is."""
+    """Checks all arguments, on all ranks, and plans what is to be done. Collective; the model stays as it is.
+
+    with_tp: as in Parts. All of these ranks raise what one of them finds, as they wait for each other over tp.
+    """
+
+    def of_world(action: Callable[[], Any]) -> Any:
+        """Returns `action()`, which is collective over `world` and raises on all of it, and then on all of with_tp."""
+        return action() if with_tp is world else check_everywhere(with_tp, action)
+
     stage, cap = options.stage, options.bucket_cap_mb
-    check_everywhere(world, lambda: arguments.check(model, optimizer_class, stage, cap, options.prefetch))
-    check_everywhere(world, lambda: [flag(name, value) for name, value in options.flags().items()])
-    group = ShardGroup.from_argument(world, options.shard_group)
-    groups = check_everywhere(world, lambda: arguments.checked_groups(model, options.params))
-    offload = check_everywhere(world, lambda: Offload.of(options.offload))
-    place = check_everywhere(world, lambda: place_of_model("model", model, device=options.device))
-    check_everywhere(world, lambda: _refuse_combinations(model, optimizer_class, options))
+    check_everywhere(with_tp, lambda: arguments.check(model, optimizer_class, stage, cap, options.prefetch))
+    check_everywhere(with_tp, lambda: [flag(name, value) for name, value in options.flags().items()])
+    group: ShardGroup = of_world(lambda: ShardGroup.from_argument(world, options.shard_group))
+    groups = check_everywhere(with_tp, lambda: arguments.checked_groups(model, options.params))
+    offload = check_everywhere(with_tp, lambda: Offload.of(options.offload))
+    place = check_everywhere(with_tp, lambda: place_of_model("model", model, device=options.device))
+    check_everywhere(with_tp, lambda: _refuse_combinations(model, optimizer_class, options))
     compared = {"optimizer_class": optimizer_class.__name__, "stage": stage, "bucket_cap_mb": cap}
-    compress = check_everywhere(world, lambda: None if options.compress is None else compression(options.compress))
+    compress = check_everywhere(with_tp, lambda: None if options.compress is None else compression(options.compress))
     compared |= {**options.flags(), "offload": offload is not None, "device": place.device.type, "compress": compress}
     given = options.compress_parameters
     compared |= {"prefetch": options.prefetch, "compress_parameters": given}
-    check_settings_agree(world, "ZeroOptimizer", {**compared, **comparable(kwargs)})
-    check_models_agree(world, model)
-    of_parameters = check_everywhere(world, lambda: arguments.compressor_of_parameters(model, stage, given))
-    conversion = check_everywhere(world, lambda: Conversion.of(model, options.precision))
-    check_settings_agree(world, "precision", conversion.settings())
+    check_settings_agree(with_tp, "ZeroOptimizer", {**compared, **comparable(kwargs)})
+    of_world(lambda: check_models_agree(world, model))
+    of_parameters = check_everywhere(with_tp, lambda: arguments.compressor_of_parameters(model, stage, given))
+    conversion = check_everywhere(with_tp, lambda: Conversion.of(model, options.precision))
+    check_settings_agree(with_tp, "precision", conversion.settings())
     initial_values = check_everywhere(
-        world, lambda: InitialValues.of(model, options.init_fn, options.weights, place.device)
+        with_tp, lambda: InitialValues.of(model, options.init_fn, options.weights, place.device)
     )
     compressed = None
     if compress is not None:
@@ -258,23 +276,23 @@ def _check(
         settings = compress
         mesh = options.mesh
         if mesh is not None:
-            check_everywhere(world, lambda: refuse_mesh(settings, mesh))
+            check_everywhere(with_tp, lambda: refuse_mesh(settings, mesh))
         trained = {p: name for p, name in names.items() if p.requires_grad}
-        check_everywhere(world, lambda: refuse_complex(trained))
+        check_everywhere(with_tp, lambda: refuse_complex(trained))
         dtype = conversion.precision.reduce_dtype or conversion.precision.param_dtype
         compressed = check_everywhere(
-            world, lambda: CompressedReduction(settings, world, names, group.shard_comm, group.replica_comm, dtype)
+            with_tp, lambda: CompressedReduction(settings, world, names, group.shard_comm, group.replica_comm, dtype)
         )
-    units = check_everywhere(world, lambda: cut_into_units(model, options.units))
-    check_settings_agree(world, "units", {"names": [unit.name for unit in units]})
-    check_settings_agree(world, "params", arguments.groups_to_compare(model, groups))
-    made = check_everywhere(world, lambda: prototype(optimizer_class, groups, kwargs))
+    units = check_everywhere(with_tp, lambda: cut_into_units(model, options.units))
+    check_settings_agree(with_tp, "units", {"names": [unit.name for unit in units]})
+    check_settings_agree(with_tp, "params", arguments.groups_to_compare(model, groups))
+    made = check_everywhere(with_tp, lambda: prototype(optimizer_class, groups, kwargs))
     if exchanges_gradients(optimizer_class):
         one_bit: Any = made
-        check_everywhere(world, lambda: one_bit.refuse_nodes(world))
+        check_everywhere(with_tp, lambda: one_bit.refuse_nodes(world))
     if compressed is not None:
         compressor = compressed.compressor
-        check_everywhere(world, lambda: refuse_momentum(compressor, made))
+        check_everywhere(with_tp, lambda: refuse_momentum(compressor, made))
     needs_of = partial(
         find_needs,
         optimizer_class,
@@ -282,11 +300,13 @@ def _check(
         offloaded=offload is not None,
         step_in_backward=options.step_in_backward,
     )
-    needs = check_everywhere(world, lambda: needs_of(groups))
+    needs = check_everywhere(with_tp, lambda: needs_of(groups))
+    check_everywhere(with_tp, lambda: arguments.refuse_placements(model, options.mesh, divisor))
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     check_everywhere(
-        world,
-        lambda: arguments.refuse_placements(
-            model, optimizer_class, options.mesh, offload is not None, needs.wholes, divisor
+        with_tp,
+        lambda: arguments.refuse_trained_placements(
+            named, optimizer_class, options.mesh, offload is not None, needs.wholes, divisor
         ),
     )
     offloaded = None

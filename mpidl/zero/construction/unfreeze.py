@@ -14,7 +14,7 @@ from ...replicas.start_check import check_settings_agree
 from ..optimizer_parts import Parts
 from ..states.state_methods import flush
 from ..stepping.optimizer_class import try_group
-from .arguments import parameters_of
+from .arguments import parameters_of, refuse_trained_placements
 from .build import slice_shards
 
 
@@ -44,7 +44,11 @@ def _check_needs(parts: Parts, group: dict[str, Any]) -> None:
             f"add_param_group: {type(parts.prototype).__name__} has laid its buckets out; give all that train "
             "at construction"
         )
-    if parts.find_needs([group]).wholes and not parts.inner.needs_wholes:
+    wholes = parts.find_needs([group]).wholes
+    named = list(zip(parts.names_of(group["params"]), group["params"], strict=True))
+    offloads = parts.offloaded is not None
+    refuse_trained_placements(named, type(parts.prototype), parts.mesh, offloads, wholes, parts.divisor)
+    if wholes and not parts.inner.needs_wholes:
         raise ConfigurationError(
             f"add_param_group: a step of {type(parts.prototype).__name__} with this group's settings needs whole "
             "parameters, and with the first groups' it did not: give a group like this one at construction"

@@ -86,6 +86,11 @@ class BufferPool:
         return shared
 
     @property
+    def count(self) -> int:
+        """The number of buffers, of all buckets together."""
+        return len(self._places) + len(self._dedicated)
+
+    @property
     def free(self) -> list[torch.Tensor]:
         """The buffers that no bucket has."""
         return [*self._shared, *(flat for bucket, flat in self._dedicated.items() if bucket.flat is None)]

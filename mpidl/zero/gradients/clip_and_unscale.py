@@ -15,6 +15,7 @@ import torch
 from ...errors import TrainingError
 from ...gradients.clip import check_norm_type, clamp_, local_norms, norm_over_shards, scale_
 from ...gradients.nonfinite import NonfiniteWatch, are_finite
+from ...mesh.experts import refuse_norm_of_one
 from ...mesh.norm import norm_over_mesh
 from ...module_tensors import parameters_in
 from ..optimizer_parts import Parts
@@ -41,6 +42,8 @@ def clear(parts: Parts, nonfinite: NonfiniteWatch | None, set_to_none: bool) -> 
 def clip_norm(parts: Parts, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> float:
     """Scales the gradients so that their norm is at most `max_norm`; returns the norm before. Collective."""
     refuse_consumed(parts, "clip_grad_norm_")
+    if parts.mesh is not None:
+        refuse_norm_of_one(parts.mesh, parts.divisor)
     parts.parameters.release()
     parts.reduced_gradients.promote_to_fp32()
     shards = _own_gradients(parts)

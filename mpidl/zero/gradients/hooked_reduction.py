@@ -13,9 +13,8 @@ import torch
 
 from collectives import Work
 
-from ...errors import TrainingError
 from ...gradients.buckets import GradientBucket
-from ...gradients.grad_bucket import BucketShards, ChainedWork, GradBucket, Handle, result_of
+from ...gradients.grad_bucket import BucketShards, ChainedWork, GradBucket, Handle, sized_result
 from ..shard_group import ShardGroup
 from .bucket_gradient import BucketGradient
 
@@ -60,13 +59,7 @@ def take_result(gradient: BucketGradient, rank: int, wait: Callable[[Work], None
     assert flat is not None
     assert target is not None
     assert handle is not None
-    found = result_of(handle, wait)
-    found = flat if found is None else found
-    if found.numel() not in (flat.numel(), target.numel()):
-        raise TrainingError(
-            f"the communication hook's result has {found.numel()} elements; needs the bucket's {flat.numel()}, or "
-            f"the {target.numel()} of this rank's shard"
-        )
+    found = sized_result(handle, flat, target, wait)
     if found.numel() == flat.numel():
         found = gradient.bucket.layout.shard(found, rank)
     if found.data_ptr() != target.data_ptr():

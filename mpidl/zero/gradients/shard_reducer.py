@@ -173,6 +173,11 @@ class ShardReducer:
         self.queue.remove()
         self._foreign.end()
 
+    @property
+    def buffer_count(self) -> int:
+        """The number of buffers in which gradients are collected."""
+        return self._buffers.count
+
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """The gradients, whole or sharded, and the buffers that no bucket has."""
         shards = [g.shard for g in self._by_bucket.values() if g.shard is not None]

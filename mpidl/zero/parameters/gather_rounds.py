@@ -128,6 +128,10 @@ class GatherRounds:
         """Tells if all ranks have joined every round that this one has started."""
         return self.last is None or self.last.is_over()
 
+    def count_under_way(self) -> int:
+        """Counts the rounds that this rank has started and others have not joined."""
+        return sum(not started.is_over() for started in list(self._in_flight))
+
     @property
     def oldest(self) -> GatherRound | None:
         """The first round that is not over; None if there is none."""

@@ -283,6 +283,11 @@ class ShardedParameters(ParameterStrategy):
         self._handle.remove()
         self._hooks.remove()
 
+    def stats(self) -> dict[str, Any]:
+        """Describes the units that are whole here, by their names, and the rounds under way."""
+        whole = [unit.name for unit in self._units if unit.is_held]
+        return {"whole_units": whole, "rounds_under_way": self._rounds.count_under_way()}
+
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """The shards, units that this rank holds whole now, and messages; the node's are those that it shares."""
         shards = [shard.values for shard in self.shards]

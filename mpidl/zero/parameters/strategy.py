@@ -39,7 +39,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -161,6 +161,10 @@ class ParameterStrategy(Protocol):
     @abstractmethod
     def traffic(self) -> ZeroTraffic:
         """Counts of the gathers so far."""
+
+    def stats(self) -> dict[str, Any]:
+        """Describes what is gathered now, for `ZeroOptimizer.stats`."""
+        return {"whole_units": [], "rounds_under_way": 0}
 
     @abstractmethod
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from collectives import Communicator
 
-from ...errors import TrainingError
-from ...job.agreement import refuse_everywhere
+from ...errors import ConfigurationError, TrainingError
+from ...job.agreement import on_rank_0, refuse_everywhere
 from ..gradients.clip_and_unscale import refuse_consumed
 from ..optimizer_parts import Parts
 from . import whole_states as state
@@ -51,8 +52,8 @@ def model_state(parts: Parts, masters: bool) -> dict[str, Any]:
     refuse_everywhere(parts.comm, parts.guard.weight_problem())
     parts.inner.refuse_local_weights()
     slices = parts.slices if masters else {}
-    own = state.gather_model(parts.shard_group, parts.model, parts.names, parts.parameters, slices)
     tp = _tp(parts)
+    own = state.gather_model(parts.shard_group, parts.model, parts.names, parts.parameters, slices, tp)
     return own if tp is None or not parts.shard_group.is_root else state.join_over_tp(tp, parts.names, own)
 
 
@@ -85,10 +86,17 @@ def load_optimizer_state(parts: Parts, outer: torch.optim.Optimizer, state_dict:
 
 
 def gradients(parts: Parts) -> dict[str, Any]:
-    """The reduced gradients by name, whole, on rank 0; `absent_state` on the others. Collective."""
+    """The reduced gradients by name, whole, on rank 0; `absent_state` on the others. Collective, also over tp."""
     refuse_consumed(parts, "gradients")
     parts.parameters.release()
-    return state.gather_gradients(parts.shard_group, parts.names, _owned(parts).gradients(), parts.slices)
+    own = state.gather_gradients(parts.shard_group, parts.names, _owned(parts).gradients(), parts.slices)
+    tp = _tp(parts)
+    if tp is None:
+        return own
+    whole: list[dict[str, Any]] = []
+    joins = partial(state.join_gradients, tp, parts.names)
+    on_rank_0(parts.shard_group.world, lambda: whole.append(joins(own)), ConfigurationError)
+    return whole[0] if whole else own
 
 
 def owned_state(parts: Parts) -> OwnedState:

@@ -8,7 +8,7 @@ scatter and broadcast. Rank 0's input is checked first, and an error goes to all
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,8 @@ from collectives import Communicator
 from ...absent_state import absent_state, refusal
 from ...errors import ConfigurationError, MpidlError
 from ...job.agreement import check_everywhere, on_rank_0
+from ...job.objects import all_gather_object, broadcast_object
+from ...mesh import whole_tensors
 from ...mesh.placement import cuts_over, join_parts, placement
 from ...optim.elementwise_state import elementwise, is_slice, mark_replicated
 from ...replicas.broadcast import broadcast_states
@@ -51,6 +53,15 @@ class StateNames:
         buffers = dict(model.named_buffers(remove_duplicate=False))
         return {**self.parameters, **{name: b for name, b in buffers.items() if name in self.names}}
 
+    def extra_states(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+        """The modules with a `get_extra_state` of their own, by the names of these states."""
+        found = {
+            f"{name}._extra_state".lstrip("."): module
+            for name, module in model.named_modules(remove_duplicate=False)
+            if type(module).get_extra_state is not torch.nn.Module.get_extra_state
+        }
+        return {name: module for name, module in found.items() if name in self.names}
+
 
 def gather_model(
     over: ShardGroup,
@@ -58,13 +69,16 @@ def gather_model(
     names: StateNames,
     parameters: ParameterStrategy,
     slices: Slices,
+    tp: Communicator | None = None,
 ) -> dict[str, Any]:
     """The plain state_dict on rank 0, on the CPU, and a mark that it is there on others.
 
-    Tied parameters are one tensor under two names, as torch has it.
+    Tied parameters are one tensor under two names, as torch has it. Extra states of modules are rank 0's.
 
     slices: those whose masters are given in place of the parameters.
+    tp: the ranks over which the model is cut, on all of which an error of one is raised.
     """
+    extra = _extra_states(over, names.extra_states(model), tp)
     copies: dict[torch.nn.Parameter, torch.Tensor] = {}
     for shard in parameters.shards:
         parts = [slices[p] for p in shard.parameters if p in slices]
@@ -86,7 +100,23 @@ def gather_model(
             whole[name] = copies[p] if p in copies else copies.setdefault(p, p.detach().cpu().clone())
         elif name in buffers:
             whole[name] = buffers[name].detach().cpu().clone()
+        elif name in extra:
+            whole[name] = extra[name]
     return whole
+
+
+def _extra_states(over: ShardGroup, modules: Mapping[str, torch.nn.Module], tp: Communicator | None) -> dict[str, Any]:
+    """Returns the extra states of rank 0's modules, tensors as copies on the CPU; {} on others. Collective."""
+    found: dict[str, Any] = {}
+
+    def read() -> None:
+        for name, module in modules.items():
+            state = module.get_extra_state()
+            found[name] = state.detach().cpu().clone() if torch.is_tensor(state) else state
+
+    if modules:  # on all ranks or on none
+        on_rank_0(over.world, read if tp is None else partial(check_everywhere, tp, read), ConfigurationError)
+    return found
 
 
 def join_over_tp(tp: Communicator, names: StateNames, own: dict[str, Any]) -> dict[str, Any]:
@@ -111,15 +141,15 @@ def scatter_model(
     slices: Slices,
     tp: Communicator | None = None,
 ) -> None:
-    """Scatters rank 0's whole model state into every rank's parameters and masters.
+    """Scatters rank 0's whole model state into every rank's parameters, masters and modules.
 
     gathered: whole parameters inside, of which rank 0's changes go to all.
     tp: the ranks over which the model is cut, each rank 0 of `over` or none; all of those give the whole.
     """
-    places = names.tensors(model)
+    places, extra = names.tensors(model), names.extra_states(model)
 
     def check() -> None:
-        if problem := _mismatch(places, state_dict):
+        if problem := _mismatch(places, extra.keys(), state_dict):
             raise ConfigurationError(f"load_model_state_dict: {problem}")
 
     failures: list[MpidlError] = []
@@ -135,6 +165,8 @@ def scatter_model(
         check()
 
     on_rank_0(over.world, check_here, ConfigurationError)
+    if extra:
+        _set_extra_states(over, extra, state_dict, tp)
     with gathered:
         for name, place in places.items() if over.is_root else ():
             place.detach().copy_(_part_of(place, state_dict[name]))
@@ -149,18 +181,46 @@ def scatter_model(
             over.scatter(slices[p].values.detach(), whole, slices[p].counts(p, over.size))
 
 
+def _set_extra_states(
+    over: ShardGroup, modules: Mapping[str, torch.nn.Module], state_dict: Mapping[str, Any], tp: Communicator | None
+) -> None:
+    """Hands rank 0's extra states to every rank's modules. Raises on all ranks what one of them raises. Collective."""
+    own = {name: state_dict[name] for name in modules} if over.is_root else None
+
+    def take() -> None:
+        states = broadcast_object(over.world, own)
+
+        def take_here() -> None:
+            for name, module in modules.items():
+                try:
+                    module.set_extra_state(states[name])
+                except Exception as error:  # the user's classes may raise anything
+                    raise ConfigurationError(
+                        f"load_model_state_dict: {name}: {str(error) or type(error).__name__}"
+                    ) from error
+
+        check_everywhere(over.world, take_here)
+
+    if tp is None:
+        take()
+    else:
+        check_everywhere(tp, take)
+
+
 def _part_of(place: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a whole tensor, where the model is cut over tp."""
     cut = placement(place).cut
     return whole if cut is None else cut.of(whole)
 
 
-def _mismatch(places: Mapping[str, torch.Tensor], given: Any) -> str | None:
+def _mismatch(places: Mapping[str, torch.Tensor], extra: Set[str], given: Any) -> str | None:
+    """The reason why a whole model state does not fit. extra: names of extra states, which may be anything."""
     if not isinstance(given, Mapping):
         return f"got {type(given).__name__}; needs a dictionary of tensors by name"
     if (absent := refusal(given, "model_state_dict()")) is not None:
         return absent
-    missing, unexpected = sorted(places.keys() - given.keys()), sorted(map(str, given.keys() - places.keys()))
+    needed_names = places.keys() | extra
+    missing, unexpected = sorted(needed_names - given.keys()), sorted(map(str, given.keys() - needed_names))
     if missing or unexpected:
         return f"missing names {missing[:5]}, unexpected names {unexpected[:5]}"
     for name, place in places.items():
@@ -188,6 +248,20 @@ def gather_gradients(
         return absent_state(over.world.rank)
     first = {p: name for name, p in reversed(names.parameters.items())}
     return {first[p]: whole for p, whole in found.items() if whole is not None}
+
+
+def join_gradients(tp: Communicator, names: StateNames, own: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The whole gradients of this rank's parts. Collective over tp.
+
+    A parameter that the passes of some ranks of tp did not reach has zeros of theirs.
+    """
+    everyone = all_gather_object(tp, {name: gradient.dtype for name, gradient in own.items()})
+    dtypes = {name: dtype for each in everyone for name, dtype in each.items()}
+    filled = {
+        name: own[name] if name in own else torch.zeros(names.parameters[name].shape, dtype=dtype)
+        for name, dtype in dtypes.items()
+    }
+    return whole_tensors.join(tp, filled, names.parameters, "gradients")
 
 
 def gather_optimizer(

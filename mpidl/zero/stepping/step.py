@@ -6,6 +6,7 @@
                   with `ShardedParameters` (rounds), after which no rank reads one
     collective    one all-reduce: reasons, which parameters any rank's passes reached, a fingerprint of the settings;
                   after it no rank reads a parameter any more, whatever the strategy
+    collective    with tp, a second one over tp: have the ranks there a reason, or other settings?
     collective    with tp, over the mesh in some steps: replicated gradients must be equal
     collective    rank 0's buffers are broadcast
     mostly local  the inner optimizer steps on the slices; masters are rounded into the shards
@@ -36,6 +37,8 @@ from ...replicas.broadcast import broadcast_states
 from ...replicas.start_check import check_settings_agree
 from ..optimizer_parts import Parts
 from .step_settings import fingerprint, same_fingerprints, settings_of
+
+_CLIPPING = "clipping since the last step"  # changes of `.grad`, compared over the ranks that average
 
 
 def make_step(
@@ -104,7 +107,7 @@ def _attach_gradients(parts: Parts, outer: torch.optim.Optimizer, problem: str |
     settings = settings_of(outer.param_groups, outer.defaults)  # not what the program notes in the groups
     changes = parts.grad_attributes.take_changes()
     if changes:
-        settings["clipping since the last step"] = changes
+        settings[_CLIPPING] = changes
     flag = iter(_agreed(parts, problem, flags, settings))
     reached = []
     for number, shard in enumerate(parts.shards):
@@ -127,8 +130,15 @@ def _agreed(parts: Parts, problem: str | None, flags: list[bool], settings: dict
     work = (parts.shard_group.backward_comm if in_pass else parts.comm).all_reduce(agreed, "max", async_op=in_pass)
     if work is not None:
         parts.parameters.wait_for_reduction(work)  # others may still gather units
-    if agreed[0]:
-        raise_everywhere(parts.comm, problem)
-    if not same_fingerprints(agreed):
-        check_settings_agree(parts.comm, "step", settings)
+    refused, differ = bool(agreed[0]), not same_fingerprints(agreed)
+    if parts.tp is not None:  # a rank comes here after all ranks of `parts.comm`, so that none waits for its units
+        # Coefficients of clipping may differ over tp by rounding, as gradients of parameters that are not cut may.
+        of_groups = {name: value for name, value in settings.items() if name != _CLIPPING}
+        over_tp = np.array([refused, differ, *fingerprint(of_groups)], np.uint8)
+        parts.tp.all_reduce(over_tp, "max")
+        refused, differ = bool(over_tp[0]), bool(over_tp[1]) or not same_fingerprints(over_tp)
+    if refused:
+        raise_everywhere(parts.with_tp, problem)
+    if differ:
+        check_settings_agree(parts.with_tp, "step", settings)
     return [bool(flag) for flag in agreed[1 : 1 + len(flags)]]

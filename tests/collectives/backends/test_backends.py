@@ -59,7 +59,7 @@ def test_a_new_backend_serves_the_operations_that_it_defines(monkeypatch: pytest
     total = sum(range(1, comm.size + 1))
     assert (x == total * comm.size).all()
     assert (y == total).all()
-    with pytest.raises(ArgumentError, match="broadcast: got algorithm 'own'; needs one of auto, mpi, "):
+    with pytest.raises(ArgumentError, match=r"broadcast: got algorithm 'own'; .*auto, mpi, "):
         comm.broadcast(x, algorithm="own")
     if debug == "1" and comm.size > 1:
         with pytest.raises(MismatchError, match="all_reduce sum of 5 float64 by own"):

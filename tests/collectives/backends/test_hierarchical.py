@@ -20,6 +20,7 @@ from collectives.backends.hierarchical.hierarchy import Hierarchy
 from collectives.base.buffers import describe, inspect
 from collectives.base.partition import Splits
 from collectives.base.reduction import check
+from collectives.memory.shared_memory import Allocator
 from collectives.schedules.algorithms import ALGORITHMS, hierarchical
 from tests.collectives.reference import DTYPES, OPERATORS, assert_equal, reduced, serves, values
 from tests.collectives.simulated_nodes import LAYOUTS, Nodes, over_nodes
@@ -348,7 +349,7 @@ def test_uneven_nodes_have_these_operations_and_auto_serves_all(nodes: tuple[Com
     comm.all_gather(whole, np.full(1, comm.rank, np.float32))
     assert (whole == np.arange(comm.size)).all()
     if not regular:
-        with pytest.raises(ArgumentError, match="got algorithm 'hierarchical'; needs one of auto, mpi, ring"):
+        with pytest.raises(ArgumentError, match=r"algorithm 'hierarchical'; .*auto, mpi, ring"):
             comm.all_reduce(np.ones(3), **HERE)
 
 
@@ -384,7 +385,7 @@ def test_ranks_of_a_node_that_differ_raise_an_error_on_it(monkeypatch: pytest.Mo
         assert group is not None
         with pytest.raises(MismatchError, match=words):
             call(group)
-        with pytest.raises(MismatchError, match=rf"barrier: .* cannot be used any more: .*{words}"):
+        with pytest.raises(MismatchError, match=rf"barrier: .*cannot be used .*{words}"):
             group.barrier()
         group.close()
     x = np.ones(3)
@@ -444,7 +445,7 @@ def test_where_one_node_cannot_share_an_array_no_node_does(monkeypatch: pytest.M
     """All ranks then gather by messages; "auto" goes by the array."""
     comm, nodes = over_nodes("even", monkeypatch)
     if comm.rank in nodes[1]:
-        monkeypatch.setattr(comm._dispatch.allocator, "allocate", lambda *sizes, **options: None)
+        monkeypatch.setattr(Allocator, "allocate", lambda *sizes, **options: None)
     whole = comm.shared(comm.size, np.float32)
     assert comm.mpi.allgather(comm.is_shared(whole)) == [False] * comm.size
     comm.all_gather(whole, np.full(1, comm.rank, np.float32))

@@ -269,7 +269,7 @@ def test_reductions_refuse_an_array_that_is_one_for_all(node: Communicator) -> N
     x = node.shared(6, np.float32)
     for call in (node.all_reduce, node.reduce, lambda x: node.reduce_scatter(np.empty(6, np.float32), x)):
         if node.size > 1:
-            with pytest.raises(ArgumentError, match="one for all ranks; needs one a rank"):
+            with pytest.raises(ArgumentError, match="needs one a rank"):
                 call(x)
 
 

@@ -62,7 +62,7 @@ def test_even_counts_differ_by_one_at_most(size: int, ranks: int) -> None:
 def test_a_tensor_whose_storage_was_freed_is_refused() -> None:
     tensor = torch.ones(100)
     tensor.untyped_storage().resize_(0)
-    with pytest.raises(ArgumentError, match="x: got a tensor whose storage was freed or made smaller"):
+    with pytest.raises(ArgumentError, match=r"x: .*storage was freed"):
         inspect(tensor, "x", writable=True)
     assert signature(tensor) is None
 

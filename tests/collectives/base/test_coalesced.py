@@ -77,10 +77,10 @@ def test_each_rank_multiplies_by_its_own_factor(comm: Communicator) -> None:
 
 @pytest.mark.mpi
 def test_many_small_arrays_are_one_operation(comm: Communicator) -> None:
-    before = comm._issuer.issued
+    before = comm.stats()["operations"]
     comm.all_reduce([np.ones(3) for _ in range(100)])
     comm.all_reduce([])
-    assert comm._issuer.issued == before + 2
+    assert comm.stats()["operations"] == before + 2
 
 
 Call = Callable[[Communicator], Any]
@@ -150,7 +150,7 @@ SHARING: dict[str, Lists] = {
 def test_what_is_written_shares_no_memory_with_another_array(comm: Communicator, what: str, size: int) -> None:
     """Small arrays and large ones are read and written at other times."""
     x, y, part = (np.ones(n, np.float32) for n in (size * comm.size, size * comm.size, size))
-    with pytest.raises(ArgumentError, match=r"arrays \d and \d of the list share memory"):
+    with pytest.raises(ArgumentError, match=r"arrays \d and \d .*share memory"):
         SHARING[what](comm, x, y, part)
     assert (x == 1).all()
 

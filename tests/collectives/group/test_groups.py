@@ -130,7 +130,7 @@ def test_more_communicators_than_mpi_has_are_an_error_that_says_what_to_do(comm:
         while (made := comm.split(0)) is not None:
             kept.append(made)
 
-    with pytest.raises(OperationError, match=r"(split|Communicator): MPI could make no .*close\(\) those that are not"):
+    with pytest.raises(OperationError, match=r"(split|Communicator): MPI could make no .*close\(\)"):
         make()
     assert len(kept) > 100
     for group in kept[1:]:
@@ -185,7 +185,7 @@ def test_closing_twice_does_nothing_and_a_closed_one_says_so(comm: Communicator)
     }
     for name, call in calls.items():
         for async_op in (False, True):
-            with pytest.raises(OperationError, match=f"{name}: this communicator cannot .* it was closed"):
+            with pytest.raises(OperationError, match=rf"{name}: .*it was closed"):
                 call(async_op=async_op)
     memory = {
         "partitioned_all_reduce": lambda: group.partitioned_all_reduce([x]),
@@ -195,9 +195,9 @@ def test_closing_twice_does_nothing_and_a_closed_one_says_so(comm: Communicator)
         "pages": lambda: group.pages(4096),
     }
     for name, make in memory.items():
-        with pytest.raises(OperationError, match=f"{name}: this communicator cannot .* it was closed"):
+        with pytest.raises(OperationError, match=rf"{name}: .*it was closed"):
             make()
-    with pytest.raises(ArgumentError, match=r"mpi: got MPI\.COMM_NULL, as of a group that was closed; needs"):
+    with pytest.raises(ArgumentError, match=r"mpi: got MPI\.COMM_NULL.*closed"):
         Communicator(group.mpi)
 
 
@@ -250,7 +250,7 @@ def test_an_exception_leaves_a_with_statement_though_other_ranks_do_not_come(com
     if comm.rank == 0:
         with pytest.raises(KeyError, match="lost"), group:
             raise KeyError("lost")
-        with pytest.raises(OperationError, match="closed after an exception, while other ranks were elsewhere"):
+        with pytest.raises(OperationError, match="closed after an exception"):
             group.barrier()
     comm.barrier()
 

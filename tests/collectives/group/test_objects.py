@@ -44,7 +44,7 @@ def test_an_object_to_oneself(comm: Communicator) -> None:
 
 def test_an_array_is_no_object(comm: Communicator) -> None:
     comm.send(np.ones(3, np.float32), comm.rank)
-    with pytest.raises(OperationError, match=r"got 3 elements of float32 from rank .; needs an object of send_object"):
+    with pytest.raises(OperationError, match=r"3 elements of float32 from rank .; .*send_object"):
         comm.recv_object(comm.rank)
     x = np.zeros(3, np.float32)
     comm.recv(x, comm.rank)
@@ -53,7 +53,7 @@ def test_an_array_is_no_object(comm: Communicator) -> None:
 
 def test_bytes_that_are_no_object_are_an_error(comm: Communicator) -> None:
     comm.send(np.full(3, 7, np.uint8), comm.rank)
-    with pytest.raises(OperationError, match=r"the 3 uint8 from rank . cannot be unpickled: .*; needs an object of"):
+    with pytest.raises(OperationError, match=r"3 uint8 from rank . cannot be unpickled"):
         comm.recv_object(comm.rank)
     assert comm.iprobe(comm.rank) is None
 
@@ -68,20 +68,20 @@ def test_what_cannot_be_pickled_is_an_error_on_every_rank(comm: Communicator) ->
         "scatter_object": lambda: comm.scatter_object([own] * comm.size if comm.rank == last else None, last),
     }
     for name, call in calls.items():
-        with pytest.raises(ArgumentTypeError, match=f"{name}: the value of rank {last} cannot be pickled"):
+        with pytest.raises(ArgumentTypeError, match=rf"{name}: .*rank {last} cannot be pickled"):
             call()
-    with pytest.raises(ArgumentTypeError, match=r"send_object: the value of rank . cannot be pickled"):
+    with pytest.raises(ArgumentTypeError, match=r"send_object: .*rank . cannot be pickled"):
         comm.send_object(lambda: None, comm.rank)
     assert comm.all_gather_object(comm.rank) == list(range(comm.size))
 
 
 def test_another_number_of_objects_is_an_error_on_every_rank(comm: Communicator) -> None:
     many = [1] * (comm.size + 1) if comm.rank == 0 else None
-    with pytest.raises(ArgumentError, match=f"got {comm.size + 1} values on rank 0; needs {comm.size}, one for each"):
+    with pytest.raises(ArgumentError, match=f"got {comm.size + 1} values on rank 0; needs {comm.size},"):
         comm.scatter_object(many)
     with pytest.raises(ArgumentError, match="got 0 values on rank 0"):
         comm.scatter_object()
-    with pytest.raises(ArgumentTypeError, match=r"values: those of rank 0.* are no list; needs"):
+    with pytest.raises(ArgumentTypeError, match=r"values: .*rank 0.* no list"):
         comm.scatter_object(7)
     with pytest.raises(ArgumentError, match="root: got 9"):
         comm.gather_object(1, 9)

@@ -110,7 +110,7 @@ def test_a_rank_that_sleeps_is_woken_among_few_and_many_ranks(ranks: int, monkey
         assert not woken
         for other in range(ranks):
             if other != rank:
-                place = next(found.asleep for found in views[other]._others if found.rank == rank)
+                place = next(found.asleep for found in views[other].others if found.rank == rank)
                 memory[place] = 1
                 view.advance(2)
                 assert woken == [rank * STRIDE]

@@ -91,7 +91,7 @@ def test_huge_pages_bring_no_byte_beyond_what_is_reserved(comm) -> None:
 
 def test_too_much_is_refused_before_it_is_touched(comm) -> None:
     pages = Pages(mmap.mmap(-1, 10), os.open(os.devnull, os.O_RDONLY))  # a file that takes none
-    with pytest.raises(OperationError, match=r"no room for 4096 bytes more: /dev: Bad file descriptor; another dir"):
+    with pytest.raises(OperationError, match=r"no room for 4096 bytes .*/dev: Bad file descriptor"):
         pages.reserve(0, 4096)
 
 

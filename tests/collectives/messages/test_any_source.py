@@ -86,7 +86,7 @@ def test_a_receive_from_any_rank_does_not_know_its_sender_before(comm: Communica
     if comm.rank == 0:
         work = comm.recv(x, tag=1, async_op=True)
         assert not work.is_completed()
-        with pytest.raises(OperationError, match=r"recv from any rank .*no message has come yet"):
+        with pytest.raises(OperationError, match=r"recv from any rank .*no message"):
             work.sender  # noqa: B018
     comm.barrier()
     if comm.rank == comm.size - 1:
@@ -150,7 +150,7 @@ def test_messages_to_oneself(comm: Communicator, size: int) -> None:
 def test_a_sendrecv_of_which_one_half_fails_ends_the_other(comm: Communicator, size: int) -> None:
     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     x = np.full(size, float(comm.rank))
-    with pytest.raises(OperationError, match=f"x has 1 elements of float64, and a message of {size} of float64 came"):
+    with pytest.raises(OperationError, match=rf"x has 1 elements of float64, .* {size} of float64"):
         comm.sendrecv(x, right, np.zeros(1), left)
     assert not under_way  # x has left
     comm.barrier()
@@ -201,7 +201,7 @@ def test_close_ends_receives_from_any_rank() -> None:
                 work.wait()
                 assert (found[number] == number + 1).all()
                 continue
-            with pytest.raises(OperationError, match="the communicator was closed, and no message had been sent"):
+            with pytest.raises(OperationError, match="closed, and no message"):
                 work.wait()
     assert not under_way
 

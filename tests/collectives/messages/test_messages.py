@@ -13,6 +13,7 @@ import torch
 from collectives import ArgumentError, Communicator, OperationError, WorkTimeout
 from collectives.messages import message as message_work
 from collectives.messages.message import under_way
+from collectives.runtime.positions import Positions
 
 pytestmark = pytest.mark.mpi
 
@@ -89,7 +90,7 @@ def test_a_message_of_another_length_is_an_error_and_the_next_one_is_not(
     found = [np.zeros(size) for size in (wanted, LONG, 4)]
     receiving = [comm.recv(x, left, async_op=True) for x in found]
     assert receiving[0] is not None
-    with pytest.raises(OperationError, match=f"x has {wanted} elements of float64, and a message of {sent} of float64"):
+    with pytest.raises(OperationError, match=rf"x has {wanted} elements of float64, .* {sent} of float64"):
         receiving[0].wait()
     for work in [*receiving[1:], *sending]:
         assert work is not None
@@ -103,7 +104,7 @@ def test_a_message_of_another_dtype_is_an_error(comm: Communicator, size: int) -
         return
     right, left = neighbours(comm)
     sending = [comm.send(torch.ones(size), right, async_op=True) for _ in range(2)]
-    with pytest.raises(OperationError, match=f"x has {size // 2} elements of float64, .* {size} of float32 came"):
+    with pytest.raises(OperationError, match=rf"x has {size // 2} elements of float64, .* {size} of float32"):
         comm.recv(np.zeros(size // 2), left)
     comm.recv(np.zeros(size, np.float32), left)
     for work in sending:
@@ -129,7 +130,7 @@ def test_a_wait_for_no_time_at_all_is_refused(comm: Communicator, timeout: Any) 
     works = [comm.all_reduce(np.ones(4), async_op=True), comm.send(np.ones(4), comm.rank, async_op=True)]
     for work in works:
         assert work is not None
-        with pytest.raises((ArgumentError, TypeError), match=r"wait: got .*; needs a number of seconds"):
+        with pytest.raises((ArgumentError, TypeError), match=r"wait: got .*seconds"):
             work.wait(timeout)
     comm.recv(np.zeros(4), comm.rank)
     for work in works:
@@ -187,7 +188,7 @@ def test_close_cancels_a_receive_that_nothing_was_sent_for() -> None:
         assert (found[0] == 7).all()
         for work in receiving[1:]:
             assert work is not None
-            with pytest.raises(OperationError, match=r"recv from rank .* the communicator was closed"):
+            with pytest.raises(OperationError, match=r"recv from rank .*was closed"):
                 work.wait()
     comm.close()
     assert not under_way
@@ -209,7 +210,7 @@ def test_a_closed_communicator_takes_no_messages() -> None:
     comm.close()
     if comm.size > 1:
         for call in (comm.send, comm.recv):
-            with pytest.raises(OperationError, match="cannot be used any more: it was closed"):
+            with pytest.raises(OperationError, match="it was closed"):
                 call(np.zeros(3), (comm.rank + 1) % comm.size)
 
 
@@ -222,7 +223,7 @@ def test_a_receive_without_a_handle_writes_to_no_other_array(
     made = Communicator()
     if comm.rank == 1:
         if how == "interrupted":
-            monkeypatch.setattr(made._dispatch.positions, "waiting", interrupted)
+            monkeypatch.setattr(Positions, "waiting", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 made.recv(np.zeros(SIZE), 0)
         else:
@@ -254,15 +255,15 @@ def test_a_message_that_was_interrupted_is_not_taken_for_the_next_one(
         "recv": lambda: made.recv(came, left),
         "sendrecv": lambda: made.sendrecv(x, right, came, left),
     }
-    monkeypatch.setattr(made._dispatch.positions, "waiting", interrupted)
+    monkeypatch.setattr(Positions, "waiting", interrupted)
     with pytest.raises(KeyboardInterrupt):
         calls[how]()
     for call in calls.values():
-        with pytest.raises(OperationError, match=f"cannot be used any more: {how} was interrupted"):
+        with pytest.raises(OperationError, match=f"{how} was interrupted"):
             call()
 
 
-def interrupted(kind: str, other: int) -> AbstractContextManager[None]:
+def interrupted(positions: Positions, kind: str, other: int) -> AbstractContextManager[None]:
     raise KeyboardInterrupt
 
 

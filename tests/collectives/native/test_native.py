@@ -114,18 +114,18 @@ def test_arrays_are_seen_from_c_while_some_are_one_for_all(make: Callable[[Any],
         np.ndarray,
         buffers.PLAIN_TENSORS,
         getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
-        calls._kinds(),
+        calls.kinds(),
     )
     try:
         compiled.look_at(*given, shared_memory.one_for_all, asked.append)
         for place in range(12):
             array = make(memory[place:])
-            found, expected = calls.signature_of(array), calls._signature_of(array)
+            found, expected = calls.signature_of(array), calls.signature_in_python(array)
             assert found == expected
             assert found is not None
             assert (found[-1] == "one for all") == (4 <= place < 8)
     finally:
-        calls._from_c()
+        calls.signature_from_c()
     assert asked == []
 
 
@@ -216,7 +216,7 @@ def test_an_error_of_the_library_is_one_of_the_operation() -> None:
     made = Communicator()
     x = np.ones(2)
     arguments = [MPI.memory.fromaddress(x.ctypes.data, x.nbytes), MPI.DOUBLE], made.size  # no rank's number
-    call = native_call(made._dispatch.comm, "Bcast", arguments, NOTHING, lambda: None)
+    call = native_call(made.mpi, "Bcast", arguments, NOTHING, lambda: None)
     assert call is not None
     with pytest.raises(MPI.Exception, match="root"):
         call()
@@ -279,7 +279,7 @@ def test_without_the_module_all_is_python(other: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(importlib, "import_module", module)
     if other == "turned off":
         monkeypatch.setenv("MPIDL_NATIVE", "0")
-    assert collectives.native._load() is None
+    assert collectives.native.load() is None
 
 
 @pytest.mark.limit(150)

@@ -23,7 +23,7 @@ def test_limits_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch) 
     assert limit_of(None) == 20
     assert limit_of(3) == 3
     monkeypatch.setenv("MPIDL_TIMEOUT", "soon")
-    with pytest.raises(ArgumentError, match="MPIDL_TIMEOUT: got 'soon'; needs a number of seconds"):
+    with pytest.raises(ArgumentError, match=r"MPIDL_TIMEOUT: got 'soon'; .*seconds"):
         limit_of(None)
     with pytest.raises(ArgumentError, match="timeout: got -1"):
         limit_of(-1)

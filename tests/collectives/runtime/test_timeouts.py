@@ -46,7 +46,7 @@ def test_an_operation_that_times_out_leaves_its_communicator_unusable(comm: Comm
             group.all_reduce(x, algorithm=algorithm, timeout=0.05)
         assert isinstance(raised.value, TimeoutError)
         for call in (group.barrier, lambda: group.send(x, 1)):
-            with pytest.raises(OperationError, match=r"'late' cannot be used any more: all_reduce .* its timeout"):
+            with pytest.raises(OperationError, match=r"'late' cannot be used .*all_reduce .*its timeout"):
                 call()
     comm.barrier()
     if comm.rank:  # what was given up goes on in another thread
@@ -59,9 +59,9 @@ def test_an_operation_that_times_out_leaves_its_communicator_unusable(comm: Comm
 def test_a_receive_that_times_out_ends_with_its_group(comm: Communicator) -> None:
     """Once that is closed, it no longer looks for messages while the program waits for others."""
     group, of_others = Communicator(), set(under_way)
-    with pytest.raises(OperationTimeout, match=r"recv from any rank .*not complete after 0\.05 s, its timeout"):
+    with pytest.raises(OperationTimeout, match=r"recv from any rank .*0\.05 s, its timeout"):
         group.recv(np.zeros(3), timeout=0.05)
-    with pytest.raises(OperationError, match="cannot be used any more: recv from any rank"):
+    with pytest.raises(OperationError, match=r"cannot be used .*recv from any rank"):
         group.barrier()
     comm.barrier()
     group.close()
@@ -90,7 +90,7 @@ def test_a_sendrecv_whose_time_is_over_has_ended_or_has_timed_out(comm: Communic
 
 @pytest.mark.mpi(min_size=2)
 def test_a_probe_that_times_out_leaves_all_as_it_was(comm: Communicator) -> None:
-    with pytest.raises(WorkTimeout, match=r"probe: no message has come after 0\.05 s"):
+    with pytest.raises(WorkTimeout, match=r"probe: .*0\.05 s"):
         comm.probe(timeout=0.05)
     with pytest.raises(TimeoutError):
         comm.recv_object(tag=3, timeout=0.05)
@@ -107,11 +107,11 @@ def test_names_are_in_errors_and_stay_with_duplicates(comm: Communicator) -> Non
     assert (comm.name, group.name, other.name) == ("", "dp", "dp")
     assert repr(group) == f"Communicator(rank={comm.rank}, size={comm.size}, name='dp')"
     group.send(np.ones(3), comm.rank)
-    with pytest.raises(OperationError, match=r"recv from rank .*communicator 'dp', rank . of .*x has 2 elements"):
+    with pytest.raises(OperationError, match=r"recv from rank .*'dp', rank . of .*x has 2"):
         group.recv(np.ones(2), comm.rank)
     group.close()
     for closed in (group, other):
-        with pytest.raises(OperationError, match="barrier: communicator 'dp' cannot be used any more: it was closed"):
+        with pytest.raises(OperationError, match=r"barrier: .*'dp' .*it was closed"):
             closed.barrier()
 
 
@@ -119,7 +119,7 @@ def test_names_are_in_errors_and_stay_with_duplicates(comm: Communicator) -> Non
 def test_a_name_is_in_the_error_of_ranks_that_differ(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDL_DEBUG", "1")
     with Communicator(name="dp") as group:
-        with pytest.raises(MismatchError, match=r"communicator 'dp': the ranks are in different operations: rank.* 0"):
+        with pytest.raises(MismatchError, match=r"'dp': .*different operations: rank.* 0"):
             group.all_reduce(np.ones(3)) if comm.rank else group.scan(np.ones(3))
         group.barrier()
 

@@ -193,7 +193,7 @@ def test_a_file_of_other_content_is_no_page(comm: Communicator, witness: Witness
             deliver(message, [device.fileno()])
         witness.look()
         assert witness.groups() == []
-        assert len(witness._pages) == 1
+        assert len(witness.pages) == 1
     comm.barrier()
 
 
@@ -201,7 +201,7 @@ def test_one_look_ends_while_messages_keep_coming(
     comm: Communicator, witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if comm.local_rank == 0:
-        inbox = witness._inbox
+        inbox = witness.inbox
         assert inbox is not None
         monkeypatch.setattr("collectives.runtime.inbox.MESSAGES_AT_ONCE", 2)
         for _ in range(3):
@@ -240,7 +240,7 @@ def test_the_page_can_only_be_read_by_the_witness(comm: Communicator, witness: W
     made = Communicator()
     if comm.local_rank == 0:
         witness.look()
-        (page,) = witness._pages
+        (page,) = witness.pages
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.pwrite(page.file, b"x", 0)
     made.barrier()

@@ -403,5 +403,5 @@ def test_a_state_that_one_rank_cannot_read_is_an_error_on_every_rank(
             raise CheckpointError("states: Input/output error")
 
         monkeypatch.setattr(KeptCompression, "install", install)
-    with pytest.raises(CheckpointError, match=r"Input/output error.*load all of one before going on"):
+    with pytest.raises(CheckpointError, match=r"Input/output error.*load a checkpoint that is whole"):
         mpidl.checkpoint.load(shared, again.call, again.optimizer, process_group=comm)

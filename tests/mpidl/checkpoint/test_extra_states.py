@@ -160,6 +160,28 @@ def test_the_state_of_a_communication_hook_comes_back_to_its_rank(comm, shared: 
 
 
 @engines_of_hooks
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_hook_s_state_that_one_side_lacks_is_told(comm, shared: Path, engine: str, saves: bool) -> None:
+    def run(with_hook: bool) -> Run:
+        made = Run(engine, comm)
+        if with_hook:
+            registers(made).register_comm_hook(Averaging(comm.rank), lambda _, bucket: bucket.reduce())
+        return made
+
+    def load_into(with_hook: bool) -> list[str]:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            run(with_hook).load(shared)
+        return [str(warning.message) for warning in told if "communication hook" in str(warning.message)]
+
+    run(saves).save(shared, 0)
+    assert load_into(saves) == []
+    said = load_into(not saves)
+    assert len(said) == (comm.rank == 0)
+    assert all(("is dropped, as no hook" if saves else "the hook here keeps its own") in text for text in said)
+
+
+@engines_of_hooks
 def test_a_hook_s_state_that_cannot_be_kept_is_told(comm, shared: Path, engine: str) -> None:
     def save_with(state: Any) -> list[str]:
         run = Run(engine, comm)

@@ -85,8 +85,8 @@ class Run:
         return mpidl.checkpoint.load(path, self.call, self.optimizer, self.schedule, process_group=self.comm, **more)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The plain state_dict, on rank 0; copies."""
+        """The tensors of the plain state_dict, on rank 0; copies."""
         if self.engine in WAYS:
             whole = self.optimizer.model_state_dict()
-            return whole if self.comm.rank == 0 else {}
+            return {n: value for n, value in whole.items() if torch.is_tensor(value)} if self.comm.rank == 0 else {}
         return {name: value.clone() for name, value in self.model.state_dict().items() if torch.is_tensor(value)}

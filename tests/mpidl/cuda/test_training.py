@@ -306,8 +306,8 @@ def test_buckets_share_more_buffers_on_a_gpu(comm: Communicator, place: Any) -> 
     found = []
     for model in (fresh(MODELS["gpt2"]), placed(fresh(MODELS["gpt2"]), place)):
         optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, 2, bucket_cap_mb=0.002, lr=1.0)
-        reducer = optimizer._parts.shard_reducer
-        found.append((len(reducer.queue.buckets), len(reducer._buffers.free)))
+        stats = optimizer.stats()
+        found.append((len(stats["buckets"]), stats["gradient_buffers"]))
     (buckets, on_host), on_gpu = found
     assert buckets > 8
     assert (on_host, on_gpu) == (3, (buckets, 8))

@@ -58,7 +58,7 @@ def test_a_global_batch_is_shared_by_the_ranks_there_are(
 
 
 def test_a_global_batch_that_cannot_be_shared_is_refused() -> None:
-    with pytest.raises(UsageError, match="12 sequences is no equal share for each of 5 ranks"):
+    with pytest.raises(UsageError, match=r"12 sequences .*5 ranks"):
         shares(12, 5, 2)
 
 
@@ -112,7 +112,7 @@ def test_validation_covers_the_same_sequences_once_over_any_number_of_ranks(rank
 
 
 def test_a_text_shorter_than_a_block_says_how_long_it_must_be() -> None:
-    with pytest.raises(UsageError, match=r"50 tokens leave 5 for the smaller part.* of 8 needs 9"):
+    with pytest.raises(UsageError, match=r"50 tokens leave 5 .* of 8 needs 9"):
         batches(50)
     batches(90)
 
@@ -174,7 +174,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
 
 def test_an_installation_without_sources_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpora.sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(UsageError, match="holds no Python sources; give a text with --data"):
+    with pytest.raises(UsageError, match=r"no Python sources; .*--data"):
         corpora.standard_library()
 
 
@@ -205,7 +205,7 @@ def test_a_damaged_cache_is_downloaded_anew(shakespeare: Path, tmp_path: Path) -
 
 def test_offline_says_what_to_do_instead(shakespeare: Path) -> None:
     shakespeare.unlink()
-    with pytest.raises(UsageError, match=r"cannot be downloaded .*give a file with --data PATH"):
+    with pytest.raises(UsageError, match=r"cannot be downloaded .*--data PATH"):
         corpora.tiny_shakespeare()
 
 
@@ -322,7 +322,7 @@ def test_without_the_package_tokenizers_it_is_asked_for(vocabulary: Path, monkey
 
 def test_without_tiktoken_a_vocabulary_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tiktoken", None)
-    with pytest.raises(UsageError, match=r"needs the package tiktoken .*merges\.txt and vocab\.json as --vocab"):
+    with pytest.raises(UsageError, match=r"package tiktoken .*merges\.txt and vocab\.json as --vocab"):
         make_tokenizer("gpt2")
 
 

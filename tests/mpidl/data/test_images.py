@@ -178,7 +178,7 @@ def test_train_and_val_inside_a_folder(tmp_path: Path) -> None:
     train, validation = image_folders(tmp_path, 4)
     assert [path.name for part in (train, validation) for path in part.files] == ["0.png", "1.png", "2.png", "3.png"]
     write(tmp_path / "val/c/4.png", noise(0, 4, 4, 3))
-    with pytest.raises(UsageError, match="train and val have different classes, such as c"):
+    with pytest.raises(UsageError, match="different classes, such as c"):
         image_folders(tmp_path, 4)
 
 
@@ -191,7 +191,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"a: holds no images \(\.bmp, \.gif, \.jpeg"):
         ImageFolder(tmp_path, 8, train=True)
     write(tmp_path / "a/0.png", noise(0, 4, 4, 3))
-    with pytest.raises(UsageError, match="1 images are too few to hold out a tenth"):
+    with pytest.raises(UsageError, match="1 images are too few"):
         image_folders(tmp_path, 8)
 
 
@@ -203,7 +203,7 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     dataset = ImageFolder(tmp_path, 8, train=True)
     dataset[0]
     for i, name in enumerate(["1.png", "2.jpg", "3.png"], 1):
-        with pytest.raises(UsageError, match=rf"{name}: cannot be read as an image: "):
+        with pytest.raises(UsageError, match=rf"{name}: cannot be read"):
             dataset[i]
 
 

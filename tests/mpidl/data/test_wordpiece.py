@@ -80,5 +80,5 @@ def test_vocabularies_that_cannot_be_used_are_named(folder: Path) -> None:
         WordPieceTokenizer(folder)
     (folder / "tokenizer_config.json").unlink()
     (folder / "vocab.txt").write_text("[PAD]\n[CLS]\na\n")
-    with pytest.raises(UsageError, match=r"has no \[SEP\]; is it a vocabulary of BERT"):
+    with pytest.raises(UsageError, match=r"has no \[SEP\]"):
         WordPieceTokenizer(folder)

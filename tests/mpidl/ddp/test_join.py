@@ -135,7 +135,7 @@ def test_a_static_graph_of_which_one_rank_sees_nothing_at_first(comm) -> None:
 
 def test_what_cannot_be_in_a_join_is_refused(comm) -> None:
     first, second = (mpidl.DistributedDataParallel(Net(), process_group=comm) for _ in range(2))
-    with first.join(), pytest.raises(mpidl.ConfigurationError, match="another join is under way"), second.join():
+    with first.join(), pytest.raises(mpidl.ConfigurationError, match="another join is active"), second.join():
         pass
     normed = mpidl.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), comm)
     wrapped = mpidl.DistributedDataParallel(normed, process_group=comm)
@@ -260,7 +260,7 @@ def test_ranks_that_are_not_in_step(comm) -> None:
             one()
 
     if comm.size > 1:
-        with pytest.raises(mpidl.TrainingError, match="not in step: rank 0: notified of joinable 0, rank 1"):
+        with pytest.raises(mpidl.TrainingError, match=r"not in step: rank 0: .*joinable 0, rank 1"):
             run()
     one = first
     run()
@@ -270,7 +270,7 @@ def test_ranks_that_are_not_in_step(comm) -> None:
 def test_what_a_join_refuses(comm) -> None:
     wrapped = mpidl.DistributedDataParallel(Net(), process_group=comm)
     optimizer = mpidl.ZeroOptimizer(Net(), torch.optim.SGD, stage=1, lr=0.1, process_group=comm)
-    with pytest.raises(mpidl.ConfigurationError, match="joinable 1 is a ZeroOptimizer; needs a Distributed"):
+    with pytest.raises(mpidl.ConfigurationError, match="joinable 1 is a ZeroOptimizer"):
         mpidl.Join([wrapped, optimizer])
     other = comm.duplicate()
     with pytest.raises(mpidl.ConfigurationError, match="of 2 process groups"):

@@ -68,7 +68,7 @@ def test_what_needs_all_gradients_is_refused(comm) -> None:
         "other values": lambda: setattr(model.head.bias.grad, "data", torch.zeros(2)),
     }
     for call in calls.values():
-        with pytest.raises(mpidl.TrainingError, match="with step_in_backward the backward pass has made the step"):
+        with pytest.raises(mpidl.TrainingError, match="backward pass has made the step"):
             call()
     assert model.head.bias.grad.shape == (2,)
     assert "head.bias" in repr(model.head.bias.grad)
@@ -140,7 +140,7 @@ def test_errors_are_those_of_the_pass_without_it(comm) -> None:
     ddp = mpidl.DistributedDataParallel(model, process_group=comm)
     ddp.step_in_backward(optimizer)
     model.blocks[0].inner.weight.register_post_accumulate_grad_hook(hook)
-    with pytest.raises(mpidl.TrainingError, match=rf"gradient was taken away.*on rank {comm.size - 1}"):
+    with pytest.raises(mpidl.TrainingError, match=rf"gradient was taken away.*rank {comm.size - 1}"):
         ddp(data(comm.rank)).sum().backward()
 
 
@@ -347,7 +347,7 @@ def test_late_gradients_are_refused(comm) -> None:
     model = made(CallsBlocksTwice)
     ddp = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-6)
     ddp.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(mpidl.TrainingError, match="a gradient arrived twice in one backward pass"):
+    with pytest.raises(mpidl.TrainingError, match="a gradient arrived twice"):
         ddp(data(comm.rank).requires_grad_()).sum().backward()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from mpidl.doctor.__main__ import lines
 from mpidl.doctor.advice import findings
-from mpidl.doctor.facts import started
+from mpidl.doctor.facts import launched_processes
 from mpidl.doctor.mesh import findings as of_mesh
 from mpidl.doctor.mesh import picture, sizes
 from mpidl.mesh import Layout
@@ -147,9 +147,9 @@ def test_one_is_told_as_one() -> None:
 
 
 def test_what_launchers_say_of_their_number_of_processes() -> None:
-    assert started({}) == 1
-    assert started({"PMI_SIZE": "3"}) == 3
-    assert started({"OMPI_COMM_WORLD_SIZE": "5", "PMIX_SIZE": ""}) == 5
+    assert launched_processes({}) == 1
+    assert launched_processes({"PMI_SIZE": "3"}) == 3
+    assert launched_processes({"OMPI_COMM_WORLD_SIZE": "5", "PMIX_SIZE": ""}) == 5
 
 
 def test_a_mesh_is_drawn_node_by_node() -> None:

@@ -97,7 +97,7 @@ def test_ddp_and_a_hook_that_takes_the_gradient(comm) -> None:
         model.head.weight.register_post_accumulate_grad_hook(hook)
 
     called, _ = engine(comm, "ddp", nothing, hooks)
-    with pytest.raises(mpidl.TrainingError, match=r"head\.weight: its gradient was taken away during the backward"):
+    with pytest.raises(mpidl.TrainingError, match=r"head\.weight: .*taken away"):
         called(zero.data(comm.rank)).sum().backward()
 
 
@@ -166,7 +166,7 @@ def test_ddp_and_a_hook_that_gives_other_memory(comm, of: str) -> None:
             head.register_full_backward_hook(lambda *_: setattr(weight, "data", weight.data * 0.9))
 
     called, _ = engine(comm, "ddp", nothing, hooks)
-    with pytest.raises(mpidl.TrainingError, match=r"head\.weight: changed during the backward pass on rank"):
+    with pytest.raises(mpidl.TrainingError, match=r"head\.weight: changed .*on rank"):
         called(zero.data(comm.rank)).sum().backward()
 
 

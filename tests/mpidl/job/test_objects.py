@@ -25,9 +25,9 @@ def test_objects_go_over_a_communicator_or_the_world(comm: Communicator, monkeyp
 
 
 def test_a_communicator_in_place_of_a_value_is_refused(comm: Communicator) -> None:
-    with pytest.raises(mpidl.ConfigurationError, match="needs a value, or a Communicator and a value"):
+    with pytest.raises(mpidl.ConfigurationError, match="needs a value, or a Communicator"):
         mpidl.all_gather_object(comm)
-    with pytest.raises(mpidl.ConfigurationError, match="got int first; needs a value, or a Communicator and a value"):
+    with pytest.raises(mpidl.ConfigurationError, match=r"got int first; needs .*Communicator"):
         mpidl.broadcast_object(3, comm)  # type: ignore[call-overload]
 
 
@@ -35,6 +35,6 @@ def test_a_value_that_cannot_be_pickled_is_an_error_on_every_rank(comm: Communic
     last = comm.size - 1
     value = (lambda: None) if comm.rank == last else 3
     for call in (lambda: mpidl.all_gather_object(comm, value), lambda: mpidl.broadcast_object(comm, value, last)):
-        with pytest.raises(mpidl.ConfigurationError, match=f"the value of rank {last} cannot be pickled"):
+        with pytest.raises(mpidl.ConfigurationError, match=f"rank {last} cannot be pickled"):
             call()
     assert mpidl.all_gather_object(comm, comm.rank) == list(range(comm.size))

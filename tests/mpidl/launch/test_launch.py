@@ -306,12 +306,12 @@ def test_fewer_ranks(tmp_path: Path) -> None:
         return [run.ranks for run in supervisor.runs]
 
     assert ranks() == [4, 4, 4, 4]
-    assert ranks(ranks=[3, 1]) == [4, 3, 1, 1]
+    assert ranks(ranks_on_restart=[3, 1]) == [4, 3, 1, 1]
     assert ranks(min_ranks=2) == [4, 3, 2, 2]
     assert ranks(min_ranks=5) == [4, 4, 4, 4]
-    assert ranks(min_ranks=1, divided=12) == [4, 3, 2, 1]
-    assert ranks(min_ranks=1, divided=4) == [4, 2, 1, 1]
-    assert ranks(min_ranks=3, divided=4) == [4, 4, 4, 4]
+    assert ranks(min_ranks=1, ranks_divide=12) == [4, 3, 2, 1]
+    assert ranks(min_ranks=1, ranks_divide=4) == [4, 2, 1, 1]
+    assert ranks(min_ranks=3, ranks_divide=4) == [4, 4, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -369,26 +369,26 @@ LATE = """mpidl: rank 0 of 3 has waited 2 s in barrier (operation 3 of this comm
         (
             1,
             LATE,
-            "status 1: waited in vain in barrier (operation 3 of this communicator) for rank 1, which is after "
+            "status 1: waited without end in barrier (operation 3 of this communicator) for rank 1, which is after "
             "all_reduce (operation 2)",
         ),
         (
             1,
             LATE + LATE.replace("rank 0 of", "rank 2 of"),
-            "status 1: waited in vain in barrier (operation 3 of this communicator) for rank 1, which is after "
+            "status 1: waited without end in barrier (operation 3 of this communicator) for rank 1, which is after "
             "all_reduce (operation 2)",
         ),
         (
             1,
             LATE.splitlines()[0] + "\n  arrived: ranks 0, 1, 2\n  silent for 2 s, as if stopped or gone: rank 1",
-            "status 1: waited in vain in barrier (operation 3 of this communicator) for rank 1, silent for 2 s, as if "
-            "stopped or gone",
+            "status 1: waited without end in barrier (operation 3 of this communicator) for rank 1, silent for 2 s, as "
+            "if stopped or gone",
         ),
         (
             1,
             LATE.splitlines()[0]
             + "\n  the ranks are in different operations: barrier on rank 0, split on rank 1; MPIDL_DEBUG=1",
-            "status 1: waited in vain in barrier (operation 3 of this communicator) for ranks in other operations: "
+            "status 1: waited without end in barrier (operation 3 of this communicator) for ranks in other operations: "
             "barrier on rank 0, split on rank 1",
         ),
         (9, HYDRA.replace("PID", "RANK 5 PID"), "status 9: rank 5 on vm was ended by SIGKILL"),
@@ -423,7 +423,7 @@ def test_of_ranks_that_intel_mpi_has_killed_the_one_that_ended_first_is_named(mo
     report = Report()
     report.processes = {0: (platform.node(), 11), 1: (platform.node(), 12), 2: (platform.node(), 13)}
     killed = [INTEL.replace("vm", platform.node()).format(rank, 11 + rank, 9) for rank in range(3)]
-    monkeypatch.setattr(report, "_ended", {12: 1.0, 11: 1.1, 13: 1.1})
+    monkeypatch.setattr(report, "_end_times", {12: 1.0, 11: 1.1, 13: 1.1})
     told = report.cause(255, "".join(killed).splitlines())
     assert told == f"status 255: rank 1 on {platform.node()} was ended by SIGKILL"
     told = report.cause(255, (killed[0] + killed[2]).splitlines())  # it has ended with a status

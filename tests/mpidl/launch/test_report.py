@@ -34,7 +34,7 @@ FROM_1 = Position(4, "all_reduce", inside=False, waits=1, message="recv", peer=1
 def rank_of(process: int, node: str, processes: dict[int, tuple[str, int]]) -> int | None:
     made = Report()
     made.processes = processes
-    return made.rank(process, node)
+    return made.rank_of_first(process, node)
 
 
 def test_ranks_are_found_by_process_and_node() -> None:
@@ -119,14 +119,14 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 @on_linux
 def test_the_order_of_ends_is_known_without_a_look_in_between(processes: list[subprocess.Popen[bytes]]) -> None:
     watched = watching(processes)
-    watched.look()
+    watched.refresh()
     for number in (1, 0, 2):
         kill(processes[number])
-    watched.look()
+    watched.refresh()
     watched.close()
     ids = [process.pid for process in processes]
-    assert [watched.first(pid, ids) for pid in ids] == [ids[1]] * 3
-    assert watched.first(ids[2], {ids[0], ids[2]}) == ids[0]  # the other one is no rank
+    assert [watched.first_to_end(pid, ids) for pid in ids] == [ids[1]] * 3
+    assert watched.first_to_end(ids[2], {ids[0], ids[2]}) == ids[0]  # the other one is no rank
 
 
 @on_linux
@@ -137,10 +137,10 @@ def test_a_process_that_ended_long_before_is_not_the_cause(
     watched = watching(processes)
     for number in (2, 1):
         kill(processes[number])
-        watched.look()
+        watched.refresh()
     ids = [process.pid for process in processes]
-    assert watched.first(ids[1], ids) == ids[1]
-    assert watched.first(ids[0], ids) == ids[0]  # it runs
+    assert watched.first_to_end(ids[1], ids) == ids[1]
+    assert watched.first_to_end(ids[0], ids) == ids[0]  # it runs
     watched.close()
 
 
@@ -150,9 +150,9 @@ def test_a_report_keeps_no_descriptors(processes: list[subprocess.Popen[bytes]])
     watched = watching(processes)
     watched.watch(processes[0].pid)
     kill(processes[0])
-    watched.look()
+    watched.refresh()
     watched.close()
-    watched.look()
+    watched.refresh()
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -170,7 +170,7 @@ def test_the_rank_that_ended_first_is_the_one_where_the_launcher_names_another()
                 time.sleep(0.001)
     finally:
         job.end()
-    assert [job.report.rank(ranks[rank], platform.node()) for rank in (0, 1, 2)] == [1, 1, 1]
+    assert [job.report.rank_of_first(ranks[rank], platform.node()) for rank in (0, 1, 2)] == [1, 1, 1]
 
 
 @on_linux
@@ -209,7 +209,7 @@ def test_a_rank_that_missed_another_s_memory_is_not_the_cause(processes: list[su
     assert watched.cause(1, [missed]).startswith("status 1: rank 2, in all_reduce"), "it runs"
     for number in (1, 2, 0):
         kill(processes[number])
-    watched.look()
+    watched.refresh()
     assert watched.cause(1, [missed]) == "status 1: rank 1 ended before the others"
     node = platform.node()
     launcher = [

@@ -26,7 +26,7 @@ PARTS = (
 def started(command: list[str], target: int) -> tuple[subprocess.Popen[bytes], Stream]:
     """A process that writes to `target`."""
     stream = Stream(target)
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stream.entrance)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stream.write_end)
     stream.begin()
     return process, stream
 

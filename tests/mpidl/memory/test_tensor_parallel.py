@@ -69,9 +69,9 @@ def test_units_of_stage_3_are_whole_once_a_node_for_the_ranks_of_dp_there() -> N
 
 
 def _first_of_two() -> torch.nn.Module:
-    from mpidl.tensor.counting import outline
+    from mpidl.tensor.counting import cut_on_meta
 
-    return outline(meta(UNEVEN), 2, 0).transformer["h"][0]  # type: ignore[no-any-return, union-attr, index]
+    return cut_on_meta(meta(UNEVEN), 2, 0).transformer["h"][0]  # type: ignore[no-any-return, union-attr, index]
 
 
 def test_the_model_that_is_counted_stays_whole_and_takes_a_plan() -> None:

@@ -11,7 +11,7 @@ import torch
 
 import mpidl
 from collectives import Communicator
-from mpidl import Mesh
+from mpidl import ConfigurationError, Mesh, TrainingError
 from mpidl.mesh import place, placement
 from tests.mpidl.zero.ways import STAGES, WAYS
 
@@ -118,3 +118,89 @@ def test_a_copy_of_a_parameter_has_its_placement() -> None:
             assert isinstance(each[0].weight, torch.nn.Parameter)
             assert each[0].weight.data_ptr() != module[0].weight.data_ptr()
             assert torch.equal(each[0].weight, module[0].weight)
+
+
+class Mixed(torch.nn.Module):
+    """A layer of all ranks, and one of this rank of ep."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = torch.nn.Linear(3, 3).double()
+        self.expert = experts_of(number)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.expert(self.dense(x))
+
+
+@pytest.mark.ranks(2, 4, exactly=True)
+@pytest.mark.parametrize("engine", ["ddp", "stage 2"])
+def test_engines_have_experts_alone_or_none_frozen_ones_too(engine: str, comm: Communicator) -> None:
+    def make(model: torch.nn.Module, **given: Any) -> Any:
+        if engine == "ddp":
+            return mpidl.DistributedDataParallel(model, mesh=mesh, **given)
+        return mpidl.ZeroOptimizer(model, torch.optim.SGD, 2, mesh=mesh, lr=0.1)
+
+    with Mesh(ep=2, comm=comm) as mesh:
+        mixed = Mixed(mesh.rank("ep"))
+        mixed.expert.requires_grad_(False)
+        before = copy.deepcopy(mixed.expert.state_dict())
+        with pytest.raises(ConfigurationError, match="placed on ep, so each rank of ep has another one"):
+            make(mixed)
+        if engine == "ddp":
+            make(mixed, parameters_to_ignore=[f"expert.{name}" for name, _ in mixed.expert.named_parameters()])
+        assert all(torch.equal(value, before[name]) for name, value in mixed.expert.state_dict().items())
+        mixed.expert.requires_grad_(True)
+        mixed.dense.requires_grad_(False)
+        made = make(mixed)
+        mixed.dense.requires_grad_(True)
+        if engine == "ddp":
+            with pytest.raises(TrainingError, match=r"dense.weight is not placed on ep"):
+                made(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+        else:
+            with pytest.raises(ConfigurationError, match=r"dense.weight is not placed on ep"):
+                made.add_param_group({"params": list(mixed.dense.parameters())})
+
+
+@pytest.mark.ranks(2, 4, exactly=True)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model, mesh: mpidl.DistributedDataParallel(model, mesh=mesh),
+        lambda model, mesh: mpidl.ZeroOptimizer(model, torch.optim.SGD, 1, mesh=mesh, lr=0.1),
+    ],
+    ids=["ddp", "zero"],
+)
+def test_experts_on_some_ranks_alone_are_an_error_on_all(make: Any, comm: Communicator) -> None:
+    with Mesh(ep=2, comm=comm) as mesh:
+        model = experts_of(0)
+        if comm.rank == 1:
+            for p in model.parameters():
+                place(p)
+        with pytest.raises(ConfigurationError, match=r"model: on rank 0.* of dp x cp all .* placed on ep"):
+            make(model, mesh)
+
+
+@pytest.mark.ranks(2, 4, exactly=True)
+@pytest.mark.parametrize("engine", [mpidl.DistributedDataParallel, mpidl.ZeroOptimizer])
+def test_what_is_no_module_on_one_rank_is_an_error_on_all(engine: Any, comm: Communicator) -> None:
+    more = (torch.optim.SGD, 2) if engine is mpidl.ZeroOptimizer else ()
+    with Mesh(ep=2, comm=comm) as mesh, pytest.raises(ConfigurationError, match=r"model: |module: "):
+        engine("no module" if comm.rank == 0 else experts_of(0), *more, mesh=mesh)
+
+
+@pytest.mark.ranks(2, 4, exactly=True)
+def test_the_norm_of_two_engines_is_taken_over_both(comm: Communicator) -> None:
+    with Mesh(ep=2, comm=comm) as mesh:
+        mixed, x = Mixed(mesh.rank("ep")), torch.ones(1, 3, dtype=torch.float64)
+        experts = mpidl.ZeroOptimizer(mixed.expert, torch.optim.SGD, 2, mesh=mesh, lr=0.1)
+        mixed.expert(x).sum().backward()
+        assert experts.clip_grad_norm_(1e9) == pytest.approx(mpidl.clip_grad_norm_(mixed.expert, 1e9, mesh=mesh))
+        dense = mpidl.ZeroOptimizer(mixed.dense, torch.optim.SGD, 2, mesh=mesh, lr=0.1)
+        mixed.dense(x).sum().backward()
+        for each in (dense, experts):
+            with pytest.raises(
+                ConfigurationError, match=r"needs mpidl.clip_grad_norm_\(parameters, max_norm, mesh=mesh"
+            ):
+                each.clip_grad_norm_(1.0)
+        assert mpidl.clip_grad_norm_(mixed, 1.0, mesh=mesh) > 1.0

@@ -109,6 +109,19 @@ def test_samples_are_cut_over_dp_alone(comm: Communicator) -> None:
         loader.close()
 
 
+@pytest.mark.ranks(2, 4, exactly=True)
+def test_ranks_of_cp_take_different_samples_by_no_default(comm: Communicator) -> None:
+    """Ranks of cp hold parts of the same sequences."""
+    with Mesh(cp=2, comm=comm) as mesh:
+        for make in (mpidl.data.DistributedSampler, mpidl.data.DataLoader):
+            with pytest.raises(
+                ConfigurationError, match=r"a mesh with cp=2 is open, .*; needs mesh= or process_group="
+            ):
+                make(range(8))
+        assert mpidl.data.DistributedSampler(range(8), mesh=mesh).rank == mesh.rank("dp")
+    assert mpidl.data.DistributedSampler(range(8)).num_replicas == comm.size
+
+
 @pytest.mark.ranks(2, exactly=True)
 @pytest.mark.parametrize("engine", ["ddp", "zero"])
 def test_one_part_of_a_model_is_not_saved_as_a_checkpoint(engine: str, comm: Communicator, tmp_path: Path) -> None:
@@ -157,3 +170,70 @@ def test_mesh_and_process_group_are_two_answers(mesh: Mesh) -> None:
             make(mesh="tp")
     with pytest.raises(ConfigurationError, match="place: got axis 'dp'; needs any of pp, tp, ep"):
         mpidl.mesh.place(torch.ones(1), "dp")
+
+
+@pytest.mark.ranks(2, exactly=True)
+@pytest.mark.parametrize("axis", ["tp", "pp", "ep"])
+def test_zero_needs_the_mesh_of_parts(axis: str, comm: Communicator) -> None:
+    with Mesh(**{axis: 2}, comm=comm) as mesh:
+        model = linear()
+        over = {"process_group": mesh["edp" if axis == "ep" else "dp"]}
+        mpidl.ZeroOptimizer(linear(), torch.optim.SGD, 1, lr=0.1, **over)  # a stage that declares nothing
+        mpidl.mesh.place(model.weight, axis)
+        with pytest.raises(ConfigurationError, match=f"ZeroOptimizer: weight is placed on {axis}.*; needs mesh=$"):
+            mpidl.ZeroOptimizer(model, torch.optim.SGD, 1, lr=0.1, **over)
+        model.weight.requires_grad_(False)
+        optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, 1, lr=0.1, **over)
+        model.weight.requires_grad_(True)
+        with pytest.raises(ConfigurationError, match=r"needs mesh=$"):
+            optimizer.add_param_group({"params": [model.weight]})
+        with pytest.raises(ConfigurationError, match=r"ZeroOptimizer: by default .*; needs mesh=$"):
+            mpidl.ZeroOptimizer(linear(), torch.optim.SGD, 1, lr=0.1)
+
+
+@pytest.mark.ranks(2, exactly=True)
+def test_a_mesh_without_tp_is_refused_for_parts(comm: Communicator) -> None:
+    with Mesh(tp=2, comm=comm) as cut_over, Mesh(comm=comm) as mesh:
+        layer = mpidl.tensor.ColumnParallelLinear(4, 6, mesh=cut_over)
+        layer(torch.ones(1, 4)).sum().backward()
+        refused = pytest.raises(
+            ConfigurationError, match=r"mesh: has tp=1, and .* of shape \(3, 4\) is a part .*\(6, 4\)"
+        )
+        with refused:
+            mpidl.clip_grad_norm_(layer, 1.0, mesh=mesh)
+        with refused:
+            mpidl.DistributedDataParallel(layer, mesh=mesh)
+        with refused:
+            mpidl.ZeroOptimizer(layer, torch.optim.SGD, 1, mesh=mesh, lr=0.1)
+        whole = mpidl.tensor.ColumnParallelLinear(4, 6, mesh=mesh)  # placed on tp, whose one rank has all of it
+        whole(torch.ones(1, 4)).sum().backward()
+        mpidl.clip_grad_norm_(whole, 1.0, mesh=mesh)
+        mpidl.ZeroOptimizer(whole, torch.optim.SGD, 1, process_group=comm, lr=0.1)
+
+
+@pytest.mark.ranks(2, exactly=True)
+@pytest.mark.parametrize("engine", ["ddp", "zero"])
+@pytest.mark.parametrize("axis", ["pp", "ep", "tp"])
+def test_scalers_of_one_part_are_refused(axis: str, engine: str, comm: Communicator) -> None:
+    with Mesh(**{axis: 2}, comm=comm) as mesh:
+        if axis != "ep":
+            with pytest.raises(ConfigurationError, match=r"GradScaler: 1 of the 2 ranks .*; needs mesh="):
+                mpidl.GradScaler(process_group=mesh["dp"])
+            mpidl.GradScaler(process_group=mesh["dp"], enabled=False)
+        model, optimizer, call = linear(), None, None
+        for p in model.parameters():
+            mpidl.mesh.place(p, axis)
+        if engine == "ddp":
+            call = mpidl.DistributedDataParallel(model, mesh=mesh)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        else:
+            optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, 1, mesh=mesh, lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale((call or model)(torch.ones(1, 3)).sum()).backward()
+        if (axis, engine) == ("tp", "zero"):  # its gradients answer for the ranks of tp
+            scaler.step(optimizer)
+            return
+        with pytest.raises(
+            ConfigurationError, match=rf"torch's .* rank of {axis} .*needs mpidl.GradScaler\(mesh=mesh\)"
+        ):
+            scaler.step(optimizer)

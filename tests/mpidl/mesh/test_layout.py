@@ -82,6 +82,24 @@ def test_ranks_that_are_dealt_to_nodes_in_turn_get_tp_groups_inside_nodes() -> N
     assert Layout.of([0, 1] * 4).ranks == tuple(range(8))  # one axis: as the world is
 
 
+@pytest.mark.parametrize(
+    ("sizes", "inside"),
+    [
+        ({"dp": 4, "ep": 2}, "ep"),
+        ({"dp": 1, "cp": 4, "ep": 2}, "ep"),
+        ({"dp": 2, "cp": 2, "ep": 2}, "cp"),
+        ({"dp": 2, "cp": 2, "ep": 4}, "cp"),
+    ],
+    ids=str,
+)
+def test_ranks_that_are_dealt_to_nodes_in_turn_get_other_groups_inside_nodes_too(
+    sizes: dict[str, int], inside: str
+) -> None:
+    """Also where one axis has all ranks, and ep is shorter or has others within it."""
+    assert Layout.of([0, 1, 0, 1], **sizes).groups(inside) == [(0, 2), (1, 3)]
+    assert Layout.of([0, 1, 0, 1], dp=4, ep=4).ranks == (0, 1, 2, 3)
+
+
 def test_only_what_no_node_has_whole_crosses_nodes() -> None:
     layout = Layout.of([0, 0, 0, 1, 1, 1], tp=2)
     assert layout.groups("tp") == [(0, 1), (2, 5), (3, 4)]

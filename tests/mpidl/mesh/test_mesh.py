@@ -73,7 +73,7 @@ def test_what_is_the_whole_world_is_its_communicator_and_what_is_one_rank_costs_
     mesh.close()
     mesh.close()
     comm.barrier()  # is not the mesh's to close
-    with pytest.raises(UsageError, match="Mesh: it was closed"):
+    with pytest.raises(UsageError, match="Mesh: is closed"):
         mesh["dp"]
 
 

@@ -10,7 +10,7 @@ import torch
 
 import mpidl
 from collectives import Communicator
-from mpidl import Mesh, TrainingError
+from mpidl import Mesh, ModelMismatch, TrainingError
 from mpidl.mesh import place
 from tests.mpidl.zero.ways import ENGINES, WAYS
 
@@ -129,6 +129,19 @@ def test_gradients_that_should_be_equal_and_are_not_are_an_error(comm: Communica
         assert (p.grad == 1.0 + comm.rank).all()
         p.grad = torch.full((2,), inf if comm.rank else 1.0)  # as of an fp16 overflow
         assert mpidl.clip_grad_norm_(p, 1.0, mesh=mesh) == inf
+
+
+@pytest.mark.ranks(2, 4, exactly=True)
+@pytest.mark.parametrize("other", [3.0, inf])
+def test_norms_of_different_types_are_an_error_on_every_rank(other: float, comm: Communicator) -> None:
+    with Mesh(tp=2, comm=comm) as mesh:
+        p = torch.nn.Parameter(torch.zeros(2))
+        p.grad = torch.ones(2)
+        norm_type = other if comm.rank == comm.size - 1 else 2.0
+        match = f"rank 0 has norm_type=2, rank {comm.size - 1} has norm_type={other:g}"
+        with pytest.raises(ModelMismatch, match=match):
+            mpidl.clip_grad_norm_(p, 1.0, norm_type, mesh=mesh)
+        assert (p.grad == 1.0).all()
 
 
 @pytest.mark.ranks(2, exactly=True)

@@ -165,7 +165,7 @@ def test_an_index_that_names_no_file_of_its_directory_is_refused(saved, file: ob
     (here / "config.json").rename(folder / "config.json")
     named = file.format(here=here) if isinstance(file, str) else file
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": named}}))
-    with pytest.raises(UsageError, match=r"weight_map: 'a' is in .*; needs the name of a file in the same directory"):
+    with pytest.raises(UsageError, match=r"weight_map: 'a' .*same directory"):
         load_pretrained(folder)
 
 

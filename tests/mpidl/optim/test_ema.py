@@ -14,8 +14,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import mpidl
 from mpidl.absent_state import absent_state
 from mpidl.optim import EMA
+from tests.mpidl.checkpoint.cut_model import Training as Cut
+from tests.mpidl.checkpoint.cut_model import training
 from tests.mpidl.zero import reference as zero
-from tests.mpidl.zero.ways import WAYS
+from tests.mpidl.zero.ways import ENGINES, WAYS
 
 pytestmark = pytest.mark.mpi
 DECAY = 0.9
@@ -307,6 +309,86 @@ def test_states_that_do_not_fit(comm, way: str) -> None:
     ):
         with pytest.raises(mpidl.ConfigurationError, match=match):
             ema.load_state_dict(wrong)
+
+
+@pytest.mark.filterwarnings("ignore:Mesh")
+@pytest.mark.parametrize("way", ["plain", *ENGINES])
+def test_states_of_a_model_that_is_cut_over_tp_are_whole(comm, tmp_path, way: str) -> None:
+    judge = Cut("plain", None)
+    expected = EMA(judge.model, 0.5)
+    path = mpidl.broadcast_object(comm, str(tmp_path))
+    with training(way, (comm.size, 1), comm) as run:
+        ema = EMA(run.call, 0.5)
+        for _ in range(3):
+            judge.step()
+            expected.update()
+            run.step()
+            ema.update()
+        before = {name: kept.clone() for name, kept in ema.averages.items()}
+        whole = {name: kept.clone() for name, kept in expected.averages.items()}
+        for found, wanted in (
+            (ema.state_dict()["averages"], expected.averages),
+            (ema.model_state_dict(), expected.model_state_dict()),
+        ):
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        run.save(path, extra={"ema": ema.state_dict()})
+        for _ in range(2):
+            run.step()
+            ema.update()
+        ema.load_state_dict(run.load(path).extra["ema"])
+        assert (ema.steps, ema.updates) == (3, 3)
+        assert all(torch.equal(ema.averages[name], kept) for name, kept in before.items())
+        wrong = {**expected.state_dict(), **({"averages": {}} if comm.rank == comm.size - 1 else {})}
+        with pytest.raises(mpidl.ConfigurationError, match="averages: missing names"):
+            ema.load_state_dict(wrong)
+    alone = comm.split_self()
+    expected.load_state_dict(mpidl.checkpoint.load(path, judge.model, process_group=alone).extra["ema"])
+    assert all(torch.equal(expected.averages[name], kept) for name, kept in whole.items())
+    alone.close()
+
+
+@pytest.mark.filterwarnings("ignore:Mesh")
+@pytest.mark.parametrize("way", ["plain", "ddp", "stage 2"])
+def test_parts_whose_place_is_not_known_are_refused(comm, way: str) -> None:
+    with training(way, (comm.size, 1), comm) as run:
+        ema = EMA(run.call)
+        mpidl.mesh.place(run.model.kv, "tp")
+        for call in (ema.state_dict, ema.model_state_dict):
+            if comm.size == 1:
+                call()
+                continue
+            with pytest.raises(mpidl.ConfigurationError, match=r"kv is placed on tp without a cut"):
+                call()
+
+
+@pytest.mark.filterwarnings("ignore:Mesh")
+def test_averaged_buffers_that_differ_over_tp_are_refused(comm) -> None:
+    with training("ddp", (comm.size, 1), comm) as run:
+        run.model.mean += comm.rank
+        ema = EMA(run.call, use_buffers=True)
+        if comm.size == 1:
+            ema.state_dict()
+            return
+        with pytest.raises(mpidl.ConfigurationError, match="buffers differs over tp mean on rank"):
+            ema.state_dict()
+
+
+@pytest.mark.parametrize("way", ["plain", "ddp", "stage 1", "stage 3"])
+@pytest.mark.parametrize("state", [{"batches": 3}, 3, None, torch.ones(2)])
+def test_extra_states_of_modules_are_given_as_they_are(comm, way: str, state: Any) -> None:
+    class Counting(zero.Several):
+        def get_extra_state(self) -> Any:
+            return state
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    training = Training(comm, way, Counting)
+    found = EMA(training.called).model_state_dict()
+    if comm.rank == 0 or way not in WAYS:
+        kept = found["_extra_state"]
+        assert torch.equal(kept, state) if torch.is_tensor(state) else kept == state
 
 
 def test_wrong_arguments(comm) -> None:

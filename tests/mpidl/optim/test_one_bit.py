@@ -281,7 +281,7 @@ def test_an_engine_without_the_hook_and_ranks_with_other_settings_are_refused(co
     wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
     optimizer = mpidl.optim.OneBitAdam(model.parameters(), process_group=comm)
     wrapped([g.float() for g in slopes(0, comm.rank)]).backward()
-    with pytest.raises(mpidl.TrainingError, match="OneBitAdam: no engine asks it what to reduce"):
+    with pytest.raises(mpidl.TrainingError, match="OneBitAdam: no engine calls its hook"):
         optimizer.step()
     with pytest.raises(mpidl.ConfigurationError, match="step_in_backward"):
         wrapped.step_in_backward(optimizer)

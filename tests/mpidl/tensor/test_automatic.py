@@ -62,7 +62,7 @@ def test_gradients_are_those_of_one_process(
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "phi3"])
 def test_it_finds_what_ready_plans_name(name: str) -> None:
-    from mpidl.tensor.plans import matches
+    from mpidl.tensor.plans import styled_modules
     from mpidl.tensor.ready_plans import plan_for
 
     model = build(name)
@@ -71,7 +71,7 @@ def test_it_finds_what_ready_plans_name(name: str) -> None:
     regions = AttentionParallel | FeedForwardParallel
 
     def cut(plan: Any) -> set[str]:
-        found = matches(plan, model)
+        found = styled_modules(plan, model)
         return {name for name, _, styles in found for style in styles if isinstance(style, regions)}
 
     assert cut(automatic_plan(model, 2, sequence_parallel=False).plan) == cut(ready)

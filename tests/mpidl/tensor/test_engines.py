@@ -159,6 +159,22 @@ class Narrow(nn.Module):
         return x + self.outer(torch.tanh(self.inner(x)))
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_torchs_clipping_may_round_differently_over_tp(comm: Communicator, stage: int) -> None:
+    with Mesh(tp=comm.size, comm=comm) as mesh:
+        narrow = Narrow()
+        model = nn.Sequential(narrow)
+        mpidl.parallelize(model, mesh, {"0": FeedForwardParallel(inputs=("inner",), output="outer", input="x")})
+        optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, stage, mesh=mesh, lr=0.01)
+        rounded = 1 + 2e-5 * mesh.rank("tp")  # as by sums that a GPU makes in another order
+        assert narrow.outer.bias is not None
+        narrow.outer.bias.register_hook(lambda gradient: gradient * rounded)
+        x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        model(x).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_rank_may_hold_an_empty_part(comm: Communicator, engine: str) -> None:
     def loss(call: Any, step: int) -> torch.Tensor:

@@ -107,11 +107,11 @@ def test_the_sum_of_an_input_s_gradient_is_on_its_way_while_the_weight_s_is_comp
         monkeypatch.setattr(owner, name, call)
 
     noted(TensorGroup, "begin_all_reduce")
-    noted(CutProduct, "of_weight")
+    noted(CutProduct, "weight_gradient")
     noted(TensorGroup, "finish_all_reduce")
     x = tensors(comm.size, 0)[0].requires_grad_()
     weight = torch.ones(5, WIDTH, dtype=torch.float64, requires_grad=True)
     column_product(x, weight, None, CutProduct(TensorGroup(comm), True, None)).sum().backward()
-    assert done == ["begin_all_reduce", "of_weight", "finish_all_reduce"]
+    assert done == ["begin_all_reduce", "weight_gradient", "finish_all_reduce"]
     assert x.grad is not None
     torch.testing.assert_close(x.grad, torch.full_like(x, 5.0 * comm.size))

@@ -20,7 +20,7 @@ from collectives import Communicator
 from mpidl import Mesh, TrainingError
 from mpidl.job.objects import all_gather_object
 from mpidl.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from mpidl.tensor.counting import slots_held
+from mpidl.tensor.counting import exchange_bytes
 from tests.mpidl.tensor.reference import build, loss_of, part_of, tokens
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:Mesh")]
@@ -248,7 +248,7 @@ def test_layers_of_a_mesh_share_their_memory(comm: Communicator) -> None:
                 for layer in (ColumnParallelLinear(64, 96, mesh=mesh), RowParallelLinear(96, 64, mesh=mesh))
             ]
             nn.Sequential(*layers)(x).sum().backward()
-            held.append(slots_held(nn.Sequential(*layers)))
+            held.append(exchange_bytes(nn.Sequential(*layers)))
         assert held[1] <= 4 * x.nbytes
         assert held[1] - held[0] <= 2 * x.nbytes  # the two places of sums that are kept
         gone = weakref.ref(layers.pop())

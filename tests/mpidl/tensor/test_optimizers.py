@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from torch import nn
 import mpidl
 from collectives import Communicator
 from mpidl import ConfigurationError, Mesh, TrainingError
-from mpidl.mesh import placement
+from mpidl.mesh import place, placement
 from mpidl.optimizer_trial import StepNeeds
-from mpidl.tensor import FeedForwardParallel
+from mpidl.tensor import FeedForwardParallel, step_checks
+from mpidl.tensor.tensor_parallel import ATTRIBUTE
 from tests.mpidl.tensor.engines import MESHES, Recipe, Trained, assert_same, batch, train_alone, train_cut
 from tests.mpidl.tensor.reference import all_in_float64, build, loss_of
 from tests.mpidl.zero.ways import WAYS
@@ -288,11 +290,38 @@ def test_replicated_gradients_that_differ_a_little_are_an_error_of_the_step(comm
             if factor == 1.0:
                 optimizer.step()
             else:
-                with pytest.raises(
-                    TrainingError, match="gradients of parameters that are placed on no part of tp differ"
-                ):
+                with pytest.raises(TrainingError, match="gradients of parameters that are not cut over tp differ"):
                     optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.ranks(2, 4, exactly=True)
+def test_complex_gradients_are_compared(comm: Communicator) -> None:
+    with Mesh(tp=2, comm=comm) as mesh:
+        mpidl.parallelize(build(GPT2, torch.float32), mesh)
+        p, part = nn.Parameter(torch.ones(3, dtype=torch.complex64)), nn.Parameter(torch.ones(2))
+        place(part, "tp")
+        optimizer = torch.optim.SGD([p, part], lr=0.1)
+        p.grad = torch.full((3,), 1 + 2j)
+        optimizer.step()
+        p.grad = torch.full((3,), 1 + (2j if mesh.rank("tp") else 1j))
+        with pytest.raises(TrainingError, match="differ over its 2 ranks"):
+            optimizer.step()
+
+
+@pytest.mark.ranks(2, exactly=True)
+def test_an_optimizer_over_several_meshes_compares_nothing(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks would compare over the meshes in the order of a set, which is another one on each."""
+    with Mesh(tp=2, comm=comm) as first, Mesh(tp=2, comm=comm) as second:
+        models = [mpidl.parallelize(build(GPT2, torch.float32), mesh) for mesh in (first, second)]
+        optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+        for live in itertools.permutations([vars(model)[ATTRIBUTE] for model in models]):
+            monkeypatch.setattr(step_checks, "_tensor_parallels_alive", live)
+            assert step_checks._comparison_of(optimizer) is None
+        for model, mesh in zip(models, (first, second), strict=True):
+            compared = step_checks._comparison_of(torch.optim.SGD(model.parameters(), lr=0.1))
+            assert compared is not None
+            assert compared._mesh is mesh
 
 
 @pytest.mark.ranks(2, 4, exactly=True)

@@ -249,6 +249,32 @@ def test_a_model_is_cut_once_and_by_a_mesh(comm: Communicator) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.ranks(2, 4, exactly=True)
+@pytest.mark.parametrize(
+    ("name", "first", "other"),
+    [
+        ("sequence_parallel", True, False),
+        ("dropout", "'streams'", "'by_index'"),
+        ("overlap", "'auto'", False),
+        ("plan", "'a dict'", "'auto'"),
+    ],
+)
+def test_arguments_that_differ_over_tp_are_refused(comm: Communicator, name: str, first: Any, other: Any) -> None:
+    def value(given: Any) -> Any:
+        if given == "'a dict'":
+            return {"layers.*.0": ColumnParallel(), "layers.*.2": RowParallel()}
+        return given.strip("'") if isinstance(given, str) else given
+
+    with Mesh(tp=2, comm=comm) as mesh:
+        arguments = {"plan": value("'a dict'"), name: value(other if mesh.rank("tp") else first)}
+        match = f"parallelize: {name}: got {first} on rank 0 of tp and {other} on rank 1"
+        raised_on_every_rank(comm, ModelMismatch, match, lambda: mpidl.parallelize(Tiny(), mesh, **arguments))
+        wrong = {"plan": value("'a dict'"), "dropout": "none" if mesh.rank("tp") else "streams"}
+        with pytest.raises(ConfigurationError, match="dropout: got 'none'"):
+            mpidl.parallelize(Tiny(), mesh, **wrong)
+
+
+@pytest.mark.mpi
 @pytest.mark.ranks(2, 3)
 def test_models_that_differ_over_the_ranks_are_refused(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     plan: Any = {"tokens": VocabParallel()}

@@ -91,7 +91,7 @@ def test_a_place_is_free_when_no_tensor_is_left(dtype: torch.dtype) -> None:
     )
     for number in [*range(100), 3, 99, 0]:
         shape = (100 + number, 1, 331)
-        taken = [memory.take(shape, like) for _ in range(sum_memory._PLACES)]
+        taken = [memory.take(shape, like) for _ in range(sum_memory._NUM_BUFFERS)]
         assert memory.take(shape, like) is None
         kept = [each.tensor if each is not None else None for each in taken]
         taken[0].reduce()  # type: ignore[union-attr]
@@ -119,7 +119,7 @@ def test_a_model_trains_as_one_process_whatever_the_sums_lie_in(
     comm: Communicator, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sums of these models are small, and would be copied."""
-    monkeypatch.setattr(sum_memory, "_LEAST", 1)
+    monkeypatch.setattr(sum_memory, "_SMALLEST_BUFFERED", 1)
     whole, model = build(name), build(name)
     with all_in_float64(), Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
         mpidl.parallelize(model, mesh)

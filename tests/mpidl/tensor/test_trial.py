@@ -525,13 +525,13 @@ def test_what_fails_on_some_ranks_alone_stays_whole_on_all(comm: Communicator, m
 
 def test_blocks_that_are_alike_are_tried_once(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
-    try_out = Trials.try_out
+    run_trial = Trials.run_trial
 
     def counted(self: Trials, kind: Any, *args: Any, **kwargs: Any) -> Any:
         tried.extend(kind.patterns)
-        return try_out(self, kind, *args, **kwargs)
+        return run_trial(self, kind, *args, **kwargs)
 
-    monkeypatch.setattr(Trials, "try_out", counted)
+    monkeypatch.setattr(Trials, "run_trial", counted)
     with Mesh(tp=comm.size, dp=1, comm=comm) as mesh:
         model = mpidl.parallelize(made(Attention, 4), mesh, "auto")
         for _ in range(2):

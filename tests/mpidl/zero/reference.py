@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import sleep
 from typing import Any
 
 import torch
 from torch import nn
 
 import mpidl
+from collectives import Work, WorkTimeout
 from tests.mpidl.zero.ways import with_buckets
 
 SETTINGS = with_buckets(1e-5)
@@ -35,6 +37,30 @@ def made(make: Make, rank: int = 0) -> nn.Module:
 def engine(comm, make: Make, way: str, **settings: Any) -> tuple[nn.Module, mpidl.ZeroOptimizer]:
     model = made(make, comm.rank)
     return model, mpidl.ZeroOptimizer(model, torch.optim.SGD, process_group=comm, **SETTINGS[way], **SGD, **settings)
+
+
+def strategy(optimizer: mpidl.ZeroOptimizer) -> Any:
+    """The part of an optimizer that keeps the parameters."""
+    return optimizer._parts.parameters
+
+
+class Late(Work):
+    """A reduction for which a rank has to wait long enough to offer the others a round."""
+
+    def __init__(self) -> None:
+        super().__init__("late")
+        self.waits = 0
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.waits += 1
+        if self.waits == 1:
+            raise WorkTimeout(f"not after {timeout} s")
+
+
+def wait_for_rounds(optimizer: mpidl.ZeroOptimizer) -> None:
+    """Returns once the other ranks have joined all rounds that this one has started."""
+    while optimizer.stats()["rounds_under_way"]:
+        sleep(1e-3)
 
 
 class Plain:

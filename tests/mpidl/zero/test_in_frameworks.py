@@ -86,7 +86,7 @@ def test_ranks_without_the_state_say_so(comm: Communicator, way: str, of: str) -
     assert len(given) > 1 if comm.rank == 0 else list(given.values()) == [comm.rank]
     holder.load_state_dict(given)
     of_last = broadcast_object(comm, given, comm.size - 1)
-    with pytest.raises(ConfigurationError, match=rf"got on rank 0 what state_dict.* on rank {comm.size - 1}, which"):
+    with pytest.raises(ConfigurationError, match=rf"on rank 0 what state_dict.* on rank {comm.size - 1}"):
         holder.load_state_dict(of_last)
     with pytest.raises(KeyError):
         torch.optim.SGD(nn.Linear(1, 1).parameters()).load_state_dict(of_last)

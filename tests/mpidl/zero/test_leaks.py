@@ -82,7 +82,7 @@ class Training:
         return {
             "tensors": tensors(),
             "hooks": sum(map(hooks, self.call.modules())) + sum(map(hooks, self.model.parameters())),
-            "allocations": allocations(self.comm._end),
+            "allocations": self.comm.stats()["allocations"],
             "descriptors": len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0,
         }
 
@@ -95,12 +95,6 @@ def tensors() -> int:
 def hooks(owner: torch.nn.Module | torch.nn.Parameter) -> int:
     """Counts hooks of all kinds."""
     return sum(len(getattr(owner, kind, None) or ()) for kind in HOOKS)
-
-
-def allocations(end) -> int:
-    """Live pieces of symmetric memory of a Communicator and its duplicates. end: the Communicator's."""
-    own = sum(memory() is not None for _, memory in end.parts.dispatch.allocator._live)
-    return own + sum(allocations(other) for other in end.duplicates)
 
 
 def resident() -> int:
@@ -138,7 +132,7 @@ def test_engines_one_after_the_other_give_all_back(comm, engine: str) -> None:
 
     def left() -> tuple[int, int]:
         gc.collect()
-        return tensors(), allocations(comm._end)
+        return tensors(), comm.stats()["allocations"]
 
     counts: list[tuple[int, int]] = []
     for _ in range(3):

@@ -190,5 +190,5 @@ def test_parameters_unfrozen_and_not_added_are_named(comm) -> None:
     optimizer = zero(model, comm, "stage 3")
     model[1].bias.requires_grad_(True)
     model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(mpidl.TrainingError, match=r"1\.bias: unfrozen since construction; add it by add_param_group"):
+    with pytest.raises(mpidl.TrainingError, match=r"1\.bias: unfrozen .*add_param_group"):
         optimizer.step()

@@ -48,7 +48,7 @@ typedef half SHORT; typedef float A;
 def build(folder: Path, kernel: kernels.Kernel) -> ctypes.CDLL:
     """Compiles the kernel to a library with `run`."""
     assert COMPILER
-    text, inputs, outputs = kernels.source(kernel).replace(kernels._FP16, _FP16), kernel.inputs, kernel.outputs
+    text, inputs, outputs = kernels.source(kernel).replace(kernels.FP16, _FP16), kernel.inputs, kernel.outputs
     arguments = [f"in[{n}]" for n in range(inputs)] + [f"out[{n}]" for n in range(outputs)]
     arguments += [f"factor[{n}]" for n in range(inputs)]
     macros = f"#define BLOCKS {_BLOCKS}\n#define THREADS {_THREADS}\n#define ARGUMENTS {', '.join(arguments)}\n"

@@ -75,16 +75,16 @@ def test_strides_of_an_array_in_one_piece_are_fine(standin: Gpu) -> None:
 def test_without_cupy_it_says_what_to_install(standin: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "unusable_reason", MISSING)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
-    with pytest.raises(ArgumentTypeError, match=r"x: got an array on GPU 0, .*: cupy is not installed \(pip install"):
+    with pytest.raises(ArgumentTypeError, match=r"x: .*GPU 0, .*: cupy is not installed \(pip install"):
         inspect(standin.put(torch.zeros(3)), "x", writable=True)
 
 
 @pytest.mark.mpi
 def test_arrays_of_one_operation_are_in_one_place(comm: Communicator, standin: Gpu) -> None:
     x = standin.put(torch.zeros(4 * comm.size))
-    with pytest.raises(ArgumentTypeError, match="got out on the host and x on GPU 0; needs both in one place"):
+    with pytest.raises(ArgumentTypeError, match="out on the host and x on GPU 0"):
         comm.reduce_scatter(np.zeros(4, np.float32), x)
-    with pytest.raises(ArgumentTypeError, match="a list of arrays on GPU 0, the host"):
+    with pytest.raises(ArgumentTypeError, match="arrays on GPU 0, the host"):
         comm.all_reduce([x, np.zeros(4, np.float32)])
     comm.all_reduce(x)
 
@@ -94,7 +94,7 @@ def test_one_gpu_a_communicator(comm: Communicator, standin: Gpu) -> None:
     x = standin.put(torch.zeros(4))
     comm.all_reduce(x)
     x.device.id = 1
-    with pytest.raises(ArgumentError, match="got an array on GPU 1; needs one on GPU 0"):
+    with pytest.raises(ArgumentError, match="on GPU 1; needs one on GPU 0"):
         comm.broadcast(x)
     with pytest.raises(ArgumentError, match="got algorithm 'star'"):
         comm.all_reduce(standin.put(torch.zeros(4)), algorithm="star")

@@ -48,7 +48,7 @@ def test_a_captured_graph_is_refused(standin: Gpu) -> None:
     with standin.using(stream):
         GpuPlace(0).refuse_capture("a step")
         stream.capturing = True
-        with pytest.raises(ArgumentError, match="a step: called while a CUDA graph is captured"):
+        with pytest.raises(ArgumentError, match=r"a step: .*CUDA graph"):
             GpuPlace(0).refuse_capture("a step")
         stream.capturing = False
 

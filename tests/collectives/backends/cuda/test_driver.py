@@ -50,7 +50,9 @@ def test_a_thread_goes_back_to_the_gpu_that_it_worked_on(
     runtime: Runtime, gpu: CudaDevice, context: int | None, after: int
 ) -> None:
     """But not to one on which it has done nothing, where CUDA would make a context."""
-    gpu._driver.context = context
+    from cupy.cuda import driver as cupy_driver
+
+    cupy_driver.context = context
     with gpu.current():
         assert runtime.device == 1
         with gpu.current():

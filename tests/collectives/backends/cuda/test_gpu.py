@@ -98,7 +98,7 @@ def test_a_graph_that_is_captured_is_refused(comm: Communicator, cuda: RealGpu) 
 @pytest.mark.mpi
 def test_ranks_of_one_host_take_ipc(comm: Communicator, cuda: RealGpu) -> None:
     comm.all_reduce(torch.ones(3, device="cuda"))
-    assert comm._dispatch.gpu.group(cuda.index).transports.common == "ipc"
+    assert comm.stats()["gpu"]["transport"] == "ipc"
 
 
 @pytest.mark.mpi

@@ -13,6 +13,7 @@ import torch
 
 from collectives import ArgumentError, Communicator, Work, even_counts
 from collectives.backends.cuda import staged
+from collectives.backends.cuda.backend import GpuBackend
 from collectives.backends.cuda.copies import GpuCopies
 from tests.collectives.backends.cuda.standin import Gpu, Stream
 
@@ -194,7 +195,7 @@ def test_messages_go_from_and_to_gpu_memory(
         monkeypatch.setenv("MPIDL_CUDA", "aware")
         comm.all_reduce(standin.put(torch.ones(1)))
         if aware == "one" and comm.rank:
-            monkeypatch.setattr(comm._messages, "_takes_addresses", lambda other: False)
+            monkeypatch.setattr(GpuBackend, "takes_device_addresses", lambda self, other: False)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for tag, size in enumerate((0, 1, 1000, 300_000)):
         standin.copies.clear()

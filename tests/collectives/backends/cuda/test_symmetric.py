@@ -218,7 +218,7 @@ def test_a_gpu_without_room_is_an_error_on_all_ranks(
 
     with monkeypatch.context() as patch:
         patch.setattr(standin, "allocate", full)
-        with pytest.raises(OperationError, match="empty: a GPU of this group has no room for 7 of float32"):
+        with pytest.raises(OperationError, match=r"empty: .*no room for 7 of float32"):
             comm.empty(7, torch.float32, device=on(standin))
     comm.all_reduce(x)
     assert (standin.get(x) == comm.size**2).all()
@@ -226,6 +226,6 @@ def test_a_gpu_without_room_is_an_error_on_all_ranks(
 
 def test_devices_that_are_none_are_refused(comm: Communicator, gpu: Gpu) -> None:
     for device in ("meta", "gpu", 3.5):
-        with pytest.raises(ArgumentError, match=r"empty: got device .*; needs a CPU or CUDA device"):
+        with pytest.raises(ArgumentError, match=r"empty: got device .*; needs a CPU"):
             comm.empty(3, torch.float32, device=device)
     assert isinstance(comm.empty(3, np.float32), np.ndarray)

@@ -50,15 +50,15 @@ def test_a_way_that_serves_all_pairs_serves_all_ranks(way: str) -> None:
 
 def test_a_way_that_is_asked_for_and_does_not_work_is_an_error() -> None:
     rows = [works([True, False], [False, False]), works([False, True], [False, False])]
-    with pytest.raises(ArgumentError, match="MPIDL_CUDA=ipc: does not work between ranks 0 and 1"):
+    with pytest.raises(ArgumentError, match=r"MPIDL_CUDA=ipc: .*between ranks 0 and 1"):
         decide(["ipc"] * 2, rows)
-    with pytest.raises(ArgumentError, match=r"MPIDL_CUDA differs over the ranks \(rank 0: ipc, rank 1: staged\)"):
+    with pytest.raises(ArgumentError, match=r"MPIDL_CUDA differs .*rank 0: ipc, rank 1: staged"):
         decide(["ipc", "staged"], rows)
 
 
 def test_an_unknown_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDL_CUDA", "fast")
-    with pytest.raises(ArgumentError, match="MPIDL_CUDA: got 'fast'; needs one of auto, ipc, aware, staged"):
+    with pytest.raises(ArgumentError, match=r"MPIDL_CUDA: got 'fast'; .*ipc, aware, staged"):
         requested()
 
 
@@ -67,7 +67,8 @@ def taken(comm: Communicator, standin: Gpu) -> str:
     x = standin.put(torch.full((1000,), float(comm.rank)))
     comm.all_reduce(x)
     assert (standin.get(x) == sum(range(comm.size))).all()
-    return comm._dispatch.gpu.group(0).transports.common
+    transport: str = comm.stats()["gpu"]["transport"]
+    return transport
 
 
 @pytest.mark.one_node
@@ -111,12 +112,12 @@ def test_between_islands_travels_what_each_has_reduced(
 def test_streams_wait_for_streams_only_where_that_was_seen(
     comm: Communicator, standin: Gpu, events: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(barrier, "_DELAYS", 4 * barrier._DELAYS)  # hosts that share cores take longer
+    monkeypatch.setattr(barrier, "DELAYS", 4 * barrier.DELAYS)  # hosts that share cores take longer
     standin.seed = 5  # streams pause
     standin.own = events != "of ranks on one GPU"  # whose hosts wait
     standin.events = events if standin.own and comm.rank == comm.size - 1 else "yes"
     assert taken(comm, standin) == "ipc"
-    assert comm._dispatch.gpu.group(0)._ipc._barrier.on_gpu == (events == "yes")
+    assert comm.stats()["gpu"]["streams_wait"] == (events == "yes")
     for size in (1, 5000):
         x, y = standin.put(torch.full((size,), comm.rank + 1.0)), comm.empty(size, torch.float32, device="cuda:0")
         standin.fill(y, torch.full((size,), comm.rank + 1.0))
@@ -193,6 +194,6 @@ def test_debugging_compares_gpu_operations_too(standin: Gpu, monkeypatch: pytest
     comm.all_gather(standin.put(torch.ones(4 * comm.size)), x)
     assert (standin.get(x) == comm.size).all()
     if comm.size > 1:
-        with pytest.raises(MismatchError, match="all_reduce of 4 float32 on a GPU with sum by auto"):
+        with pytest.raises(MismatchError, match=r"all_reduce of 4 float32 .*sum by auto"):
             comm.all_reduce(x if comm.rank else torch.ones(4))
     comm.close()

@@ -242,4 +242,4 @@ def test_on_one_node_ddp_is_as_without_it(comm: Communicator) -> None:
     made.register_comm_hook(None, hook)  # there is no other
     for each in (made, copy.deepcopy(made)):
         each(torch.ones(1, 3)).sum().backward()
-        assert each._hook == (None, hook)
+        assert each.comm_hook == (None, hook)

@@ -235,7 +235,7 @@ def test_hybrid_sharding(comm: Communicator, engine: str) -> None:
 @pytest.mark.ranks(4, exactly=True)
 @pytest.mark.parametrize("method", ["int8", "fp16"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("engine", ["ddp", "zero2"])
+@pytest.mark.parametrize("engine", ["ddp", "stage 2"])
 def test_sums_of_fp16_inside_a_node_do_not_overflow(
     comm: Communicator, engine: str, dtype: torch.dtype, method: str
 ) -> None:
@@ -329,7 +329,7 @@ def test_over_tp_values_that_every_rank_has_are_not_rounded_by_others(comm: Comm
         return model, mpidl.ZeroOptimizer(model, torch.optim.SGD, 2, mesh=mesh, compress=compress, lr=0.1)
 
     with Mesh(tp=2, comm=comm) as mesh:
-        with pytest.raises(mpidl.ConfigurationError, match="compress: int8 rounds a value by others in its bucket"):
+        with pytest.raises(mpidl.ConfigurationError, match="compress: int8 rounds"):
             made(mesh, "int8")
         called, optimizer = made(mesh, Compression("bf16", error_feedback=True))
         for step in range(3):

@@ -122,7 +122,7 @@ def test_what_is_not_finite_is_seen_on_every_rank_and_leaves_no_trace(comm: Comm
 @pytest.mark.parametrize("name", ["topk", "randomk"])
 @pytest.mark.parametrize("given", ["0", "1.5", "-1", "few", "nan", ""])
 def test_wrong_settings_are_refused(name: str, given: str) -> None:
-    with pytest.raises(mpidl.ConfigurationError, match=f"fraction '{given}'; needs a part of the values"):
+    with pytest.raises(mpidl.ConfigurationError, match=f"fraction '{given}'"):
         Compression(f"{name}:{given}")
     with pytest.raises(mpidl.ConfigurationError, match="'fast'; needs"):
         Compression(f"{name}:0.1,fast")

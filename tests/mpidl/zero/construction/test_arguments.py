@@ -221,7 +221,7 @@ def test_wrong_use_is_refused_on_every_rank_and_changes_nothing(comm, what: str,
 
 def test_a_lazy_module_is_refused_until_it_has_a_shape(comm) -> None:
     model = nn.Sequential(nn.LazyLinear(3))
-    with pytest.raises(mpidl.ConfigurationError, match=r"model: 0\.weight has no shape yet; run a forward pass"):
+    with pytest.raises(mpidl.ConfigurationError, match=r"model: 0\.weight has no shape"):
         build(model, comm)
     model(torch.ones(2, 3))
     build(model, comm)
@@ -233,7 +233,7 @@ def test_what_is_no_model_or_no_class_is_named_shortly(comm) -> None:
     model = linear()
     with pytest.raises(mpidl.ConfigurationError, match=r"got generator; needs a torch\.nn\.Module"):
         build(model.parameters(), comm)
-    with pytest.raises(mpidl.ConfigurationError, match=r"an instance of SGD; needs a torch\.optim class") as caught:
+    with pytest.raises(mpidl.ConfigurationError, match=r"instance of SGD; needs .*class") as caught:
         build(model, comm, optimizer_class=SGD(model.parameters(), lr=1.0))
     assert len(str(caught.value)) < 120
     with pytest.raises(mpidl.ConfigurationError, match="process_group: got str; needs a"):
@@ -305,9 +305,7 @@ def test_rates_that_come_to_differ_are_refused_at_the_step_and_change_nothing(co
         schedule.step(loss)
     model(torch.ones(2, 3)).square().sum().backward()
     if comm.size > 1:
-        with pytest.raises(
-            mpidl.ModelMismatch, match=r"step: rank 0 has group 0's lr=1\.0, rank 1 has group 0's lr=0\.\d"
-        ):
+        with pytest.raises(mpidl.ModelMismatch, match=r"step: rank 0 .*lr=1\.0, rank 1 .*lr=0\.\d"):
             optimizer.step()
     for group in optimizer.param_groups:
         group["lr"] = rate(1.0)
@@ -327,7 +325,7 @@ def test_clipping_that_differs_is_refused_at_the_step_and_changes_nothing(comm, 
     model(torch.ones(2, 3)).square().sum().backward()
     getattr(optimizer, clip)(2.0 if comm.rank == 1 else 1.0)
     if comm.size > 1:
-        with pytest.raises(mpidl.ModelMismatch, match=r"step: rank 0 has clipping .*1\.0.*, rank 1 has .*2\.0"):
+        with pytest.raises(mpidl.ModelMismatch, match=r"step: rank 0 .*clipping .*1\.0.*, rank 1 .*2\.0"):
             optimizer.step()
     optimizer.zero_grad()
     check_trains(model, optimizer, expected, comm.rank == 0)
@@ -338,7 +336,7 @@ def test_a_model_is_wrapped_once(comm) -> None:
     optimizer = build(model, comm, stage=1)
     with pytest.raises(mpidl.ConfigurationError, match="trains it already"):
         build(model, comm, stage=1)
-    with pytest.raises(mpidl.ConfigurationError, match=r"trains it already, or a part of it: 0\.weight"):
+    with pytest.raises(mpidl.ConfigurationError, match=r"trains it already, .*: 0\.weight"):
         build(nn.Sequential(model, nn.Linear(3, 3)), comm)
     with pytest.raises(mpidl.ConfigurationError, match="add_param_group"):
         optimizer.add_param_group({"params": []})
@@ -443,7 +441,27 @@ def test_a_gradient_that_a_program_has_set_is_refused_on_every_rank(comm, stage:
     optimizer = build(model, comm, stage=stage)
     if comm.rank == comm.size - 1:
         model.bias.grad = torch.ones(3)
-    with pytest.raises(mpidl.TrainingError, match=r"bias: its \.grad was set otherwise than by a backward pass"):
+    with pytest.raises(mpidl.TrainingError, match=r"bias: its \.grad was set"):
         optimizer.step()
     optimizer.zero_grad()
     optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["post-local", "dion", "1-bit"])
+def test_hooks_for_ddp_alone_are_refused(comm, name: str) -> None:
+    model = torch.nn.Linear(3, 2, bias=False)
+    optimizer = mpidl.ZeroOptimizer(model, SGD, 1, process_group=comm, lr=0.1)
+    state, hook = {
+        "post-local": lambda: (mpidl.optim.PostLocalSGDState(comm, 0), mpidl.optim.post_local_sgd_hook),
+        "dion": lambda: (
+            mpidl.optim.DionState(mpidl.optim.Dion(torch.nn.Linear(3, 2, bias=False).parameters(), process_group=comm)),
+            mpidl.optim.dion_hook,
+        ),
+        "1-bit": lambda: (
+            mpidl.optim.OneBitAdam(torch.nn.Linear(3, 2).parameters(), freeze_step=1, process_group=comm),
+            mpidl.optim.one_bit_hook,
+        ),
+    }[name]()
+    with pytest.raises(mpidl.ConfigurationError, match=r"register_comm_hook: .* leaves gradients on ranks as they are"):
+        optimizer.register_comm_hook(state, hook)
+    assert optimizer.comm_hook is None

@@ -231,7 +231,7 @@ def test_a_model_that_only_some_ranks_have_on_the_meta_device_is_refused(comm) -
 def test_tensors_that_nothing_sets_are_named(comm) -> None:
     model = on_meta(small_gpt2)
     with pytest.raises(
-        ConfigurationError, match=r"transformer\.h\.0\.attn\.c_attn\.weight is on the meta device, and its Proj"
+        ConfigurationError, match=r"transformer\.h\.0\.attn\.c_attn\.weight .*meta device, and its Proj"
     ):
         zero(model, comm, "stage 3")
     assert all(p.is_meta for p in model.parameters())
@@ -241,13 +241,13 @@ def test_tensors_that_nothing_sets_are_named(comm) -> None:
             for p in module.parameters(recurse=False):
                 nn.init.zeros_(p)
 
-    with pytest.raises(ConfigurationError, match=r"transformer\.h\.0\.ln_1\.weight .* LayerNorm has not set all of it"):
+    with pytest.raises(ConfigurationError, match=r"transformer\.h\.0\.ln_1\.weight .*LayerNorm has not set"):
         zero(model, comm, "stage 3", init_fn=lazy)
 
 
 def test_an_init_fn_that_would_not_be_called_is_refused(comm) -> None:
     for model in (small_gpt2(), mpidl.deferred_init(small_gpt2)):
-        with pytest.raises(ConfigurationError, match="init_fn: the model has no tensor on the meta device"):
+        with pytest.raises(ConfigurationError, match=r"init_fn: .*no tensor on the meta device"):
             zero(model, comm, "stage 2", init_fn=print)
 
 

@@ -45,7 +45,7 @@ def test_those_with_parameters_are_refused_before_the_model_changes(
 ) -> None:
     model = made(make)
     before = {key: values.clone() for key, values in model.state_dict().items()}
-    with pytest.raises(mpidl.ConfigurationError, match=f"model: {name} is a scripted or traced module"):
+    with pytest.raises(mpidl.ConfigurationError, match=rf"model: {name} .*scripted"):
         mpidl.ZeroOptimizer(model, torch.optim.SGD, process_group=comm, **SETTINGS[way], **SGD)
     assert all(torch.equal(model.state_dict()[key], values) for key, values in before.items())
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())

@@ -114,7 +114,7 @@ def test_what_one_rank_assigns_or_writes_alone_is_refused_at_the_step(comm, way:
     plainly(model, comm.rank, 0).backward()
     if comm.rank == 1:
         change(model.head.weight.grad)
-    with pytest.raises(mpidl.ModelMismatch, match=r"step: rank 0 has .*rank 1 has .*head\.weight"):
+    with pytest.raises(mpidl.ModelMismatch, match=r"step: rank 0 .*rank 1 .*head\.weight"):
         optimizer.step()
 
 

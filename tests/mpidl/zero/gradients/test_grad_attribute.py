@@ -194,7 +194,7 @@ def test_changes_that_differ_over_the_ranks_are_refused_at_the_step(comm, change
         model.head.weight.grad.mul_(1.0 + comm.rank)
     elif comm.rank == 1:
         model.head.weight.grad = None
-    with pytest.raises(mpidl.ModelMismatch, match=r"step: rank 0 has .*rank 1 has .*head\.weight"):
+    with pytest.raises(mpidl.ModelMismatch, match=r"step: rank 0 .*rank 1 .*head\.weight"):
         optimizer.step()
 
 

@@ -348,7 +348,7 @@ def test_ranks_of_a_node_need_room_together(comm, monkeypatch, tmp_path: Path) -
     need = 8 * sum(p.numel() for p in model.parameters())
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=need - 100))
-    with pytest.raises(mpidl.ConfigurationError, match=r"the ranks of this node need 0\.000 GB"):
+    with pytest.raises(mpidl.ConfigurationError, match=r"this node need 0\.000 GB"):
         zero(comm, model, "stage 2", offload="disk")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=need + 2**20))
     zero(comm, model, "stage 2", offload="disk")
@@ -366,7 +366,7 @@ def test_a_disk_that_is_full_when_parameters_are_added_is_told_on_every_rank(com
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(SwapFile, "_lengthen", fail)
     model.branches[2].requires_grad_()
-    with pytest.raises(mpidl.ConfigurationError, match=r"no room for the state of these parameters: .*deliberate"):
+    with pytest.raises(mpidl.ConfigurationError, match=r"no room .*these parameters: .*deliberate"):
         optimizer.add_param_group({"params": [*model.branches[2].parameters()]})
 
 

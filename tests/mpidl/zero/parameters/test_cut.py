@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from typing import Any
 
 import pytest
@@ -11,24 +10,10 @@ import torch
 
 import mpidl
 from collectives import Work, WorkTimeout
-from mpidl.zero.parameters.gather_rounds import Purpose
 from tests.harness import launch
-from tests.mpidl.zero.reference import Several, after_failure, engine, plainly
+from tests.mpidl.zero.reference import Late, Several, after_failure, engine, plainly, strategy, wait_for_rounds
 
 CUT = ZeroDivisionError
-
-
-class Late(Work):
-    """A reduction for which a rank has to wait long enough to offer the others a round."""
-
-    def __init__(self) -> None:
-        super().__init__("late")
-        self.waits = 0
-
-    def wait(self, timeout: float | None = None) -> None:
-        self.waits += 1
-        if self.waits == 1:
-            raise WorkTimeout(f"not after {timeout} s")
 
 
 class Never(Work):
@@ -40,13 +25,11 @@ class Never(Work):
 
 def cut_pass(model: Any, optimizer: mpidl.ZeroOptimizer, rank: int) -> None:
     """All ranks fail in the same place of a backward pass; rank 0 has started a round there, the others have not."""
-    parameters: Any = optimizer._parts.parameters
 
     def fail(_: torch.Tensor) -> None:
-        while rank == 0 and not parameters._rounds.are_over:  # what all have started
-            time.sleep(1e-3)
         if rank == 0:
-            parameters.wait_for_reduction(Late())
+            wait_for_rounds(optimizer)  # that all have started
+            strategy(optimizer).wait_for_reduction(Late())
         raise CUT("deliberate")
 
     handle = model.blocks[1].inner.weight.register_hook(fail)
@@ -59,7 +42,7 @@ def cut_pass(model: Any, optimizer: mpidl.ZeroOptimizer, rank: int) -> None:
 
 
 def left_open(optimizer: Any) -> Any:
-    return optimizer._parts.parameters._rounds.last
+    return strategy(optimizer)._rounds.last
 
 
 @pytest.mark.mpi
@@ -82,7 +65,7 @@ def test_a_round_that_is_left_does_not_outlive_the_next_construction(comm, dupli
         else:
             left.wait()
         count = count or len(duplicated)
-        parameters = torch.utils.weak.ref(optimizer._parts.parameters)
+        parameters = torch.utils.weak.ref(strategy(optimizer))
         del model, optimizer
         gc.collect()
         assert parameters() is None
@@ -122,13 +105,13 @@ def test_a_wait_with_a_limit_takes_part_in_gathers(comm) -> None:
     if comm.size == 1:
         return
     model, optimizer = engine(comm, Several, "stage 3 gathered")
-    parameters: Any = optimizer._parts.parameters
     if comm.rank == 0:
         with pytest.raises(WorkTimeout, match="never"):
-            parameters.wait_for_reduction(Never(), 0.1)
+            strategy(optimizer).wait_for_reduction(Never(), 0.1)
         left_open(optimizer).wait()  # the others come to a round that this rank has started
     else:
-        parameters._held.start(None, Purpose.REDUCES).wait()
+        strategy(optimizer).wait_for_reduction(Late())
+        left_open(optimizer).wait()
     after_failure(comm, model, optimizer, Several)
 
 

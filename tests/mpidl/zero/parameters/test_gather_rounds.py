@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 import mpidl
 from mpidl.memory import measure
 from mpidl.zero.parameters.forecast import Forecast
-from mpidl.zero.parameters.gather_rounds import Purpose
+from tests.mpidl.zero.reference import Late, strategy, wait_for_rounds
 
 pytestmark = pytest.mark.mpi
 
@@ -69,9 +68,7 @@ def trained(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        rounds = getattr(optimizer._parts.parameters, "_rounds", None)  # with prefetch=2 a step leaves some under way
-        while rounds is not None and not rounds.are_over:
-            time.sleep(1e-3)
+        wait_for_rounds(optimizer)  # with prefetch=2 a step leaves some under way
         seen.append({name: value - before[name] for name, value in vars(optimizer.traffic()).items()})
     return model, optimizer, seen
 
@@ -141,7 +138,8 @@ def test_a_rank_with_more_rounds_than_others_uses_what_these_have_gathered(comm,
 
     def help_others(optimizer: mpidl.ZeroOptimizer) -> None:
         if comm.rank == 0:
-            optimizer._parts.parameters._held.start(None, Purpose.REDUCES)
+            wait_for_rounds(optimizer)
+            strategy(optimizer).wait_for_reduction(Late())
 
     weights = []
     for before_backward in (help_others, lambda _: None):

@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_not_taken(comm, way: str) -> None:
         with optimizer.gathered():
             model.head.weight.data = torch.ones(7, 3)
 
-    with pytest.raises(mpidl.TrainingError, match=r"head\.weight: replaced inside gathered by what has another shape"):
+    with pytest.raises(mpidl.TrainingError, match=r"head\.weight: replaced .*another shape"):
         change()
     check(model, optimizer, made(Several))
 

@@ -151,7 +151,7 @@ def test_a_gradient_that_could_not_be_foreseen_is_refused_by_name(comm) -> None:
     optimizer = mpidl.ZeroOptimizer(model, torch.optim.SGD, lr=0.1, process_group=comm, **settings)
     if comm.size == 1:
         return
-    with pytest.raises(mpidl.TrainingError, match=r"blocks\.\d\.scale: .* a result of blocks\.\d that neither"):
+    with pytest.raises(mpidl.TrainingError, match=r"blocks\.\d\.scale: .*result of blocks\.\d"):
         model(torch.randn(5, WIDTH, dtype=torch.float64)).backward()
     optimizer.zero_grad()
 

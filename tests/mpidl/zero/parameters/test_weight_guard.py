@@ -104,7 +104,7 @@ def test_a_parameter_that_is_moved_is_named_before_it_is_trained_on(comm, way: s
     model, optimizer = engine(comm, Several, way)
     released = (way == "stage 3 gathered" and comm.size > 1) or (way == "stage 3" and comm.nodes > 1)
     if released and move == "to":
-        with pytest.raises(mpidl.TrainingError, match=r"weight: to of a parameter that is sharded"):
+        with pytest.raises(mpidl.TrainingError, match=r"weight: to of .*sharded"):
             MOVES[move](model)
         return
     MOVES[move](model)
@@ -223,7 +223,7 @@ def write_elsewhere(model: nn.Module, optimizer: mpidl.ZeroOptimizer) -> None:
 @pytest.mark.one_node
 def test_writing_outside_the_module_that_is_gathered_is_named_at_the_end_of_the_block(comm) -> None:
     model, optimizer = engine(comm, Several, "stage 3")
-    refused = pytest.raises(mpidl.TrainingError, match=r"^head\.bias: changed in place outside of the module")
+    refused = pytest.raises(mpidl.TrainingError, match=r"^head\.bias: changed in place")
     with refused, torch.no_grad():
         write_elsewhere(model, optimizer)
     trains_as_new(comm, model, optimizer)
@@ -261,13 +261,13 @@ def test_a_model_of_which_another_engine_trains_a_part_is_refused(comm, way: str
         (nn.Sequential(nn.Linear(3, 3), inner), r"1\.weight"),
         (tied, "bias"),
     ):
-        with pytest.raises(mpidl.ConfigurationError, match=f"trains it already, or a part of it: {name}"):
+        with pytest.raises(mpidl.ConfigurationError, match=rf"trains it already, .*: {name}"):
             zero(model, comm, way)
     inner(torch.ones(1, 3)).sum().backward()
     first.step()
     del first
     gc.collect()
-    with pytest.raises(mpidl.ConfigurationError, match=r"1\.weight was laid out by a ZeroOptimizer that is gone"):
+    with pytest.raises(mpidl.ConfigurationError, match=r"1\.weight was laid out by .*gone"):
         zero(nn.Sequential(nn.Linear(3, 3), inner), comm, way)
     zero(nn.Linear(3, 3), comm, way)
 
@@ -285,12 +285,12 @@ def test_who_would_wrap_a_part_of_the_model_is_told_who_trains_it(comm, way: str
     inner = nn.Linear(3, 3)
     optimizer = zero(inner, comm, way)
     for module, name in ((inner, "weight"), (nn.Sequential(nn.Linear(3, 3), inner), r"1\.weight")):
-        with pytest.raises(mpidl.ConfigurationError, match=f"module: .* trains it already, or a part of it: {name}"):
+        with pytest.raises(mpidl.ConfigurationError, match=rf"module: .*trains it already, .*: {name}"):
             mpidl.DistributedDataParallel(module, process_group=comm)
     assert optimizer.model is inner  # which keeps the optimizer until here
     del optimizer
     gc.collect()
-    with pytest.raises(mpidl.ConfigurationError, match="module: weight was laid out by a ZeroOptimizer that is gone"):
+    with pytest.raises(mpidl.ConfigurationError, match=r"module: weight was laid out by .*gone"):
         mpidl.DistributedDataParallel(inner, process_group=comm)
 
 

@@ -12,8 +12,10 @@ from torch import nn
 
 import mpidl
 from mpidl.absent_state import absent_state
+from tests.mpidl.checkpoint.cut_model import Training as Cut
+from tests.mpidl.checkpoint.cut_model import training
 from tests.mpidl.zero.reference import SETTINGS, Block, Several, check, engine, made, plainly
-from tests.mpidl.zero.ways import every_part
+from tests.mpidl.zero.ways import STAGES, every_part
 
 pytestmark = pytest.mark.mpi
 
@@ -54,6 +56,56 @@ def test_a_parameter_of_no_dimensions(comm, method: Any, alone: bool, way: str) 
                 for key, value in entry.items():
                     assert not torch.is_tensor(value) or value.shape == found["state"][number][key].shape
         optimizer.load_state_dict(found if step % 2 else expected)
+
+
+class Noting(Several):
+    """A model that has more to keep than tensors. refused: a number of batches that it does not load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Any = {"batches": 0}
+        self.refused = -1
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        if state == {"batches": self.refused}:
+            raise ValueError("too many batches")
+        self.seen = state
+
+
+@every_part
+def test_extra_states_are_rank_0_s_and_go_to_all(comm, way: str) -> None:
+    model, optimizer = engine(comm, Noting, way)
+    model.seen = {"batches": 5 + comm.rank}
+    state = optimizer.model_state_dict()
+    if comm.rank == 0:
+        assert list(state) == list(made(Noting).state_dict())
+        assert state["_extra_state"] == {"batches": 5}
+        made(Noting).load_state_dict(state)
+    again, other = engine(comm, Noting, way)
+    other.load_model_state_dict(state)
+    assert again.seen == {"batches": 5}
+    without = {name: value for name, value in state.items() if name != "_extra_state"}
+    with pytest.raises(mpidl.ConfigurationError, match=r"missing names \['_extra_state'\]"):
+        other.load_model_state_dict(without)
+    again.refused = 5 if comm.rank == comm.size - 1 else -1
+    with pytest.raises(mpidl.ConfigurationError, match="_extra_state: too many batches"):
+        other.load_model_state_dict(state)
+
+
+@pytest.mark.filterwarnings("ignore:Mesh")
+@pytest.mark.parametrize("way", STAGES)
+def test_gradients_of_a_model_that_is_cut_over_tp_are_whole(comm, way: str) -> None:
+    judge = Cut("plain", None)
+    judge.call().backward()
+    with training(way, (comm.size, 1), comm) as run:
+        run.call().backward()
+        found = run.optimizer.gradients()
+        assert found.keys() == dict(judge.model.named_parameters()).keys()
+        for name, p in judge.model.named_parameters():
+            assert torch.equal(found[name], p.grad), name
 
 
 def groups(**given: Any) -> dict[str, Any]:

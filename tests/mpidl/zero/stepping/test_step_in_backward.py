@@ -245,7 +245,7 @@ def test_what_needs_all_gradients_is_refused(comm, way: str) -> None:
     for name, call in calls.items():
         with pytest.raises(mpidl.TrainingError, match=f"{name}: with step_in_backward"):
             call()
-    with pytest.raises(mpidl.TrainingError, match="with step_in_backward the backward pass has made the step"):
+    with pytest.raises(mpidl.TrainingError, match="backward pass has made the step"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert model.head.weight.grad is not None
     with pytest.raises(mpidl.ConfigurationError, match="on_nan: got 'skip', but with step_in_backward"):
@@ -301,7 +301,7 @@ def test_what_cannot_be_stepped_part_by_part_is_refused(comm, kind: Any, setting
 @every_way
 def test_late_gradients_are_refused(comm, way: str) -> None:
     model, _ = zero.engine(comm, CallsBlocksTwice, way, step_in_backward=True)
-    with pytest.raises(mpidl.TrainingError, match=r"a gradient of blocks\.\d.* came after the step on it"):
+    with pytest.raises(mpidl.TrainingError, match=r"gradient of blocks\.\d.* after the step"):
         model(zero.data(comm.rank).requires_grad_()).sum().backward()
 
 

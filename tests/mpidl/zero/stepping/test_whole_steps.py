@@ -405,7 +405,7 @@ def test_a_state_of_no_parameter_is_not_saved(comm) -> None:
     model = fresh(Mixture, comm.rank)
     optimizer = mpidl.ZeroOptimizer(model, Remembers, process_group=comm, stage=3, lr=0.01)
     go_on(model, optimizer, comm.rank, range(2))
-    with pytest.raises(mpidl.TrainingError, match="Remembers keeps a state 'everywhere' that belongs to no parameter"):
+    with pytest.raises(mpidl.TrainingError, match=r"Remembers .*'everywhere' .*no parameter"):
         optimizer.state_dict()
 
 
@@ -443,7 +443,7 @@ def test_a_group_that_needs_more_than_the_first_ones_is_refused(comm) -> None:
     optimizer = mpidl.ZeroOptimizer(model, ByGroup, process_group=comm, stage=3, lr=0.01)
     go_on(model, optimizer, comm.rank, range(1))
     model.head.weight.requires_grad_(True)
-    with pytest.raises(mpidl.ConfigurationError, match="a step of ByGroup with this group's settings needs whole"):
+    with pytest.raises(mpidl.ConfigurationError, match=r"step of ByGroup .*needs whole"):
         optimizer.add_param_group({"params": [model.head.weight], "normalised": True})
     optimizer.add_param_group({"params": [model.head.weight]})
     go_on(model, optimizer, comm.rank, range(1, 2))
