@@ -285,7 +285,7 @@ def test_without_the_module_all_is_python(other: str, monkeypatch: pytest.Monkey
 @pytest.mark.limit(150)
 @only_compiled
 def test_operations_pass_their_tests_without_it(mpirun: Callable[..., Any], brief: bool) -> None:
-    names = ["test_prepared.py", "memory/test_counters.py", "native"]
+    names = ["group/test_prepared.py", "memory/test_counters.py", "native"]
     names += [] if brief else ["test_reductions.py", "test_movements.py"]
     tests = [f"tests/collectives/{name}" for name in names]
     done = mpirun(2, "-m", "pytest", "-q", "--only-mpi", "--brief", *tests, MPIDL_NATIVE="0", timeout=140)
