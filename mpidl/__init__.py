@@ -81,20 +81,27 @@ from .job.signals import STOPPED, StopSignal
 from .lazy_names import lazily
 from .mesh import Mesh
 from .nn.sync_batch_norm import SyncBatchNorm
-from .training.loss_scaling import GradScaler
-from .training.nonfinite_gradients import find_nonfinite_gradients
-from .training.nonfinite_guard import NonfiniteGuard
-from .training.replica_check import check_replicas
 from .version import __version__
 from .zero import Offload, Precision, ZeroOptimizer, deferred_init
 
 if TYPE_CHECKING:
     from . import activations, checkpoint, data, memory, optim, tensor
     from .tensor.parallelize import parallelize, unparallelize
+    from .training.loss_scaling import GradScaler
+    from .training.nonfinite_gradients import find_nonfinite_gradients
+    from .training.nonfinite_guard import NonfiniteGuard
+    from .training.replica_check import check_replicas
 else:  # a program pays for what it uses
-    _MODULES = ("activations", "checkpoint", "data", "memory", "optim", "tensor")
     __getattr__, __dir__ = lazily(
-        __name__, {**dict(zip(_MODULES, _MODULES, strict=True)), "parallelize": "tensor", "unparallelize": "tensor"}
+        __name__,
+        {
+            **{name: name for name in ("activations", "checkpoint", "data", "memory", "optim", "tensor")},
+            **{"parallelize": "tensor", "unparallelize": "tensor"},
+            "GradScaler": "training.loss_scaling",
+            "NonfiniteGuard": "training.nonfinite_guard",
+            "check_replicas": "training.replica_check",
+            "find_nonfinite_gradients": "training.nonfinite_gradients",
+        },
     )
 
 __all__ = [
