@@ -12,10 +12,11 @@ Plans, which give modules of a model a style:
 
     plans             the names in a plan
     ready_plans       plans by the class of a model
-    automatic         the plan of any other model; structure: finds attentions and feed-forward networks;
-                      source: reads a module's source; flow: follows values through it;
-                      tokens: what blocks do with pieces of sequences
-    trial             runs each kind of block cut and whole, as reading source is no proof; trial_copies: how
+    automatic         the plan of any other model; attention_structure, feed_forward_structure: find these networks;
+                      layer_calls: what both read; source: reads a module's source; flow: follows values through it;
+                      elementwise: operations of single elements; tokens: what blocks do with pieces of sequences
+    trial             runs each kind of block cut and whole, as reading source is no proof; trial_copies: how;
+                      block_kinds: which blocks are of one kind
     styles            styles of single layers, and of sequences
     regions           styles of an attention and of a feed-forward network
 

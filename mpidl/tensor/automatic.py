@@ -1,8 +1,8 @@
 """Makes the plan of any model by what its modules look like, and reports what it does with each.
 
     vocabulary    embeddings and output layers of as many rows as the vocabulary has tokens
-    attention     `structure.attention`
-    feed-forward  `structure.feed_forward`
+    attention     `attention_structure.attention`
+    feed-forward  `feed_forward_structure.feed_forward`
     whole         everything else, with the reason where it looks like one of these
 
 What is not understood stays whole, which is always right. Sequence parallelism begins before the first block of each
@@ -21,11 +21,12 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigurationError
+from .attention_structure import attention
+from .feed_forward_structure import feed_forward
 from .forward_wrapper import has_own_forward
 from .linear import kind_of, sizes_of
 from .regions import AttentionParallel, FeedForwardParallel
-from .source import Method, method_with, methods_of
-from .structure import attention, feed_forward
+from .source import SourceMethod, method_with, methods_of
 from .styles import SequenceBegins, SequenceEnds, SequenceParallel, Style, VocabParallel
 from .tokens import Tokens
 
@@ -178,7 +179,7 @@ def _ids_of_weights_used_directly(model: nn.Module) -> set[int]:
     return found
 
 
-def _computes(method: Method) -> bool:
+def _computes(method: SourceMethod) -> bool:
     """Tells by a method's name and module whether it may belong to a forward pass, and not to construction."""
     names = r"_*(?:(?:init|tie|reset|load|save|resize|set)_|initiali[sz]e|get_(?:in|out)put_embeddings$)"
     of_library = method.written_in == "transformers.modeling_utils" or method.written_in.startswith("peft.")

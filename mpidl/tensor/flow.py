@@ -28,7 +28,7 @@ from typing import Any
 from torch import nn
 
 from .forward_wrapper import has_own_forward
-from .source import NUMBERS, Method, methods_of, read_function
+from .source import NUMBERS, SourceMethod, methods_of, read_function
 
 Judge = Callable[[nn.Module, ast.expr], bool]  # of an expression in a module's source
 
@@ -53,7 +53,7 @@ class Flow:
 
 
 def follow(
-    method: Method,
+    method: SourceMethod,
     module: nn.Module,
     sources: Collection[str],
     end: str,
@@ -238,7 +238,7 @@ class _Follower:
 # ---- what a source calls -------------------------------------------------------------------------------------------
 
 
-def called_by(module: nn.Module, call: ast.Call) -> nn.Module | Method | str:
+def called_by(module: nn.Module, call: ast.Call) -> nn.Module | SourceMethod | str:
     """Returns what a call in a module's source calls: a module, a method of its own, or a function, by its name."""
     of_self = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "self"
     found = _reached(module, call.func)
@@ -296,14 +296,14 @@ def dim_of(call: ast.Call) -> Any:
 
 
 def flow_in(
-    called: nn.Module | Method, module: nn.Module, judge: Judge, *, sources: Collection[str] = (), end: str = ""
+    called: nn.Module | SourceMethod, module: nn.Module, judge: Judge, *, sources: Collection[str] = (), end: str = ""
 ) -> Flow:
     """Follows values through a module's forward pass, or through a method of `module`, from its arguments.
 
     sources: functions inside that return them, in place of the arguments.
     end: the one that takes them, from the first argument on.
     """
-    method: Method | None
+    method: SourceMethod | None
     if isinstance(called, nn.Module):
         module, method = called, next((method for method in methods_of(called) if method.name == "forward"), None)
         if method is None or has_own_forward(called):
@@ -317,7 +317,7 @@ def flow_in(
 # ---- numbers -------------------------------------------------------------------------------------------------------
 
 
-def is_size_alone(method: Method, attribute: str) -> bool:
+def is_size_alone(method: SourceMethod, attribute: str) -> bool:
     """Tells whether a method takes an attribute for a size alone: in shapes, and where elements are cut off.
 
     attribute: of self, such as "num_heads" or "config.hidden_size". What computes with it as a number, or gives it to
@@ -326,7 +326,7 @@ def is_size_alone(method: Method, attribute: str) -> bool:
     return _are_sizes(method, lambda node: isinstance(node, ast.Attribute) and ast.unparse(node) == f"self.{attribute}")
 
 
-def are_heads_sizes(method: Method, whole: Collection[str] = (), end: str = "") -> bool:
+def are_heads_sizes(method: SourceMethod, whole: Collection[str] = (), end: str = "") -> bool:
     """Tells whether a method takes the heads in a tensor's shape for a size alone.
 
     They stand in dimension 1 of four, where `q.shape[1]` or `b, h, t, d = q.shape` reads them, and before a transpose
@@ -355,7 +355,7 @@ def are_heads_sizes(method: Method, whole: Collection[str] = (), end: str = "") 
     return _are_sizes(method, begins)
 
 
-def _are_sizes(method: Method, begins: Callable[[ast.AST], bool]) -> bool:
+def _are_sizes(method: SourceMethod, begins: Callable[[ast.AST], bool]) -> bool:
     """Tells whether the expressions that `begins` chooses, and the variables that hold them, are sizes alone."""
     assert method.tree is not None
     parents = {child: node for node in ast.walk(method.tree) for child in ast.iter_child_nodes(node)}

@@ -25,7 +25,7 @@ NUMBERS = ("shape", "size", "dim", "ndim", "dtype", "device", "requires_grad", "
 
 
 @dataclass
-class Method:
+class SourceMethod:
     """One method of a class.
 
     calls: functions in the order in which they are evaluated, as written, such as "self.act".
@@ -58,18 +58,18 @@ class Method:
         return any(ast.unparse(call.func) in functions for call in calls)
 
 
-def methods_of(module: nn.Module) -> list[Method]:
+def methods_of(module: nn.Module) -> list[SourceMethod]:
     """Reads the methods of a module's class, without its constructor; none where there is no source."""
     return _methods(type(module))  # type: ignore[arg-type]
 
 
-def method_with(module: nn.Module, *children: str) -> Method | None:
+def method_with(module: nn.Module, *children: str) -> SourceMethod | None:
     """Returns the method that calls all of these children of a module; None if there is none."""
     wanted = [f"self.{child}" for child in children]
     return next((method for method in methods_of(module) if all(name in method.calls for name in wanted)), None)
 
 
-def run_by(module: nn.Module, start: str = "forward") -> list[Method]:
+def run_by(module: nn.Module, start: str = "forward") -> list[SourceMethod]:
     """Lists the methods of a module that one of them runs, with that one."""
     methods = methods_of(module)
     running: set[str] = set()
@@ -81,7 +81,7 @@ def run_by(module: nn.Module, start: str = "forward") -> list[Method]:
 
 
 @cache
-def read_function(function: FunctionType) -> Method | str:
+def read_function(function: FunctionType) -> SourceMethod | str:
     """Reads a function; "" where there is no source."""
     try:
         (node,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
@@ -91,8 +91,8 @@ def read_function(function: FunctionType) -> Method | str:
 
 
 @cache
-def _methods(cls: type) -> list[Method]:
-    found: dict[str, Method] = {}
+def _methods(cls: type) -> list[SourceMethod]:
+    found: dict[str, SourceMethod] = {}
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         for method in _written_in(base):
             found.setdefault(method.name, method)
@@ -100,7 +100,7 @@ def _methods(cls: type) -> list[Method]:
 
 
 @cache
-def _written_in(cls: type) -> list[Method]:
+def _written_in(cls: type) -> list[SourceMethod]:
     node = _definition(cls)
     methods = (each for each in (node.body if node else ()) if isinstance(each, ast.FunctionDef))
     return [_read(method, cls.__module__) for method in methods if method.name != "__init__"]
@@ -140,18 +140,18 @@ def _classes(source: str) -> dict[str, list[ast.ClassDef]]:
     return found
 
 
-def _read(node: ast.FunctionDef, written_in: str) -> Method:
+def _read(node: ast.FunctionDef, written_in: str) -> SourceMethod:
     names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-    method = Method(node.name, ast.unparse(node), [name for name in names if name != "self"])
+    method = SourceMethod(node.name, ast.unparse(node), [name for name in names if name != "self"])
     method.tree, method.written_in = node, written_in
-    _Reader(method).visit_body(node.body)
+    _MethodReader(method).visit_body(node.body)
     return method
 
 
-class _Reader(ast.NodeVisitor):
+class _MethodReader(ast.NodeVisitor):
     """Follows a method's statements in their order, and notes which arguments may be in a variable."""
 
-    def __init__(self, method: Method) -> None:
+    def __init__(self, method: SourceMethod) -> None:
         self._method = method
         self._holds: dict[str, set[str]] = {name: {name} for name in method.arguments}
         self._is: dict[str, set[str]] = {name: {name} for name in method.arguments}  # arguments as they came

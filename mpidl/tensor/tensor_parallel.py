@@ -38,7 +38,7 @@ _ODD = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: seeds of neighbou
 
 
 @dataclass(frozen=True)
-class _Stream:
+class _RandomStream:
     """Random numbers of this rank's own. before: the generator's state, which comes back when the stream ends."""
 
     generator: torch.Generator
@@ -93,7 +93,7 @@ class TensorParallel:
         self.refused: list[str] = []
         self.kept_sums: KeepsRowSums | None = None
         self._sharers: dict[int, TensorGroup] = {}  # by the number of key/value heads
-        self._stream: _Stream | None = None
+        self._stream: _RandomStream | None = None
         watch_steps(self)
 
     @classmethod
@@ -274,7 +274,7 @@ class TensorParallel:
         generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
         drawn = int(torch.randint(0, 1 << 62, (), device=device))
         seed = (drawn + (self.rank + 1) * _ODD) % (1 << 63)
-        self._stream = _Stream(generator, generator.get_state(), seed, of_region)
+        self._stream = _RandomStream(generator, generator.get_state(), seed, of_region)
         generator.manual_seed(seed)
 
     @uncompiled

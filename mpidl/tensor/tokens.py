@@ -15,11 +15,11 @@ from functools import partial
 
 from torch import nn
 
+from .elementwise import MODULES_ON_ELEMENTS, ON_ELEMENTS
 from .flow import called_by, dim_of, follow
 from .forward_wrapper import has_own_forward
 from .linear import kind_of
-from .source import Method, method_with, methods_of
-from .structure import MODULES_ON_ELEMENTS, ON_ELEMENTS
+from .source import SourceMethod, method_with, methods_of
 
 _ON_TOKENS = re.compile(r"view(?:_as)?|reshape|linear|layer_norm|rms_norm|apply_chunking_to_forward")
 _ON_FEATURES = re.compile(  # with the last dimension
@@ -52,7 +52,7 @@ class Tokens:
         return self._in_method(method, module, held or method.arguments, (), deep)
 
     def _in_method(
-        self, method: Method, module: nn.Module, held: Sequence[str], sources: Sequence[str], deep: int = 8
+        self, method: SourceMethod, module: nn.Module, held: Sequence[str], sources: Sequence[str], deep: int = 8
     ) -> str:
         count = re.search(r"\w+, (\w+)(?:, \w+)*\)? = \w+\.(?:shape|size\(\))", method.text)
         if count and not sources and count[1] != "_" and len(re.findall(rf"\b{count[1]}\b", method.text)) > 1:
@@ -71,7 +71,7 @@ class Tokens:
         called = called_by(module, node)
         if isinstance(called, nn.Module):
             return self._module_on_tokens(called, deep)
-        if isinstance(called, Method):
+        if isinstance(called, SourceMethod):
             return deep > 0 and not self._in_method(called, module, called.arguments, (), deep)
         given = [ast.unparse(value) for value in node.args]
         if called in ("size", "all", "any"):

@@ -25,13 +25,11 @@ the ranks tell each other whether it failed, before any rank starts the copy tha
 from __future__ import annotations
 
 import contextlib
-import copy
-import re
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,61 +42,22 @@ from ..errors import ConfigurationError
 from ..job.objects import all_gather_object
 from ..mesh import Mesh
 from ..module_tensors import tensors_in
+from .block_kinds import BlockKind, Relative, block_kinds, is_region
 from .communication import TensorGroup
 from .input_check import sums_of
 from .linear import kind_of, sizes_of
 from .plans import StyledModules
-from .regions import AttentionParallel, FeedForwardParallel, joined
-from .source import methods_of
-from .styles import Argument, SequenceBegins, SequenceEnds, Style
+from .regions import FeedForwardParallel, joined
+from .styles import Argument, SequenceBegins, SequenceEnds
 from .tensor_parallel import TensorParallel
-from .trial_copies import BlockRoot, Copies, SilentCommunicator, dtypes_of
+from .trial_copies import BlockCopies, BlockRoot, SilentCommunicator, dtypes_of
 
 _BATCH, _TOKENS = 2, 7  # of an input that is made up
 _SIGNATURES = 16  # with so many kinds of arguments a block is tried
-_NUMBER = re.compile(r"(?:^|_)(?:idx|index|id|number|no)$")  # in the name of an attribute, that it numbers a module
 
 _CPU = torch.device("cpu")
 
-Relative = dict[str, list[Style]]  # names in a block, and their styles
 Apply = Callable[[nn.Module, Relative, TensorParallel], None]
-
-
-@dataclass
-class Kind:
-    """Blocks of a model with the same modules and settings, and what a plan does with them.
-
-    names: of the blocks.
-    plan: of the modules in each.
-    template: a copy of the first one, without values.
-    input: the name of the argument that comes in pieces.
-    problem: why there is no copy.
-    identity: what tells it from other kinds.
-    differences_by_signature: how it differed, by what it was called with when it was tried (`_signature`): "" if it
-        did not.
-    has_run: whether any trial of it could run.
-    """
-
-    names: list[str]
-    plan: Relative
-    template: nn.Module | None
-    input: str
-    problem: str = ""
-    identity: str = ""
-    differences_by_signature: dict[Any, str] = field(default_factory=dict)
-    has_run: bool = False
-
-    @property
-    def regions(self) -> list[str]:
-        """Names in the block of what is cut by heads or by features."""
-        return [name for name, styles in self.plan.items() if any(map(_is_region, styles))]
-
-    @property
-    def patterns(self) -> list[str]:
-        """The names of the blocks, with * for numbers where there are several."""
-        if len(self.names) == 1:
-            return self.names
-        return list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in self.names))
 
 
 @dataclass
@@ -132,7 +91,7 @@ class Trials:
     ) -> None:
         self._model = weakref.ref(model)
         self._mesh, self._apply, self._sequence_parallel = mesh, apply, sequence_parallel
-        self._kinds = list(_kinds(model, found))
+        self._kinds = list(block_kinds(model, found))
         # Kinds that compute the same with their input alone, and whether they ran.
         self._has_run_by_identity: dict[str, bool] = {} if before is None else before._has_run_by_identity
 
@@ -174,7 +133,7 @@ class Trials:
                 tp.keep(self._block(name).register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
 
     def run_trial(
-        self, kind: Kind, block: nn.Module, plan: Relative, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, kind: BlockKind, block: nn.Module, plan: Relative, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Outcome:
         """Runs copies of a block, whole and cut, and compares them. The same on every rank of tp. Collective.
 
@@ -210,7 +169,7 @@ class Trials:
 
     def _compare_modes(
         self,
-        kind: Kind,
+        kind: BlockKind,
         block: nn.Module,
         plan: Relative,
         args: Sequence[Any],
@@ -229,7 +188,7 @@ class Trials:
             for dtype in dtypes_of(block, elements):
                 assert kind.template is not None
                 first = bool(before.not_tried)
-                copies = Copies(
+                copies = BlockCopies(
                     kind.template, kind.input, block, args, kwargs, dtype, device, training=training, gradients=first
                 )
                 try:
@@ -244,7 +203,7 @@ class Trials:
                 outcome = before
         return outcome
 
-    def _compare_copies(self, kind: Kind, plan: Relative, copies: Copies) -> Outcome:
+    def _compare_copies(self, kind: BlockKind, plan: Relative, copies: BlockCopies) -> Outcome:
         failed = self._failure_on_any_rank(copies.run_whole)
         if failed:
             return Outcome(not_tried=failed)
@@ -266,7 +225,9 @@ class Trials:
             failed = f"{type(error).__name__}: {error}".strip().split("\n")[0][:200]
         return next(filter(None, all_gather_object(self._mesh["tp"], failed)), "")
 
-    def _differ_by_rank(self, block: nn.Module, kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def _differ_by_rank(
+        self, block: nn.Module, kind: BlockKind, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bool:
         """Returns whether a tensor besides the input is not the same on all ranks, as biases of their heads.
 
         It does not look into objects, such as a cache, which holds each rank's heads of other blocks.
@@ -277,7 +238,9 @@ class Trials:
         everyone = all_gather_object(self._mesh["tp"], repr(mine))
         return everyone.count(everyone[0]) < len(everyone)
 
-    def _cutter(self, kind: Kind, plan: Relative, copies: Copies, alone: bool) -> Callable[[nn.Module], nn.Module]:
+    def _cutter(
+        self, kind: BlockKind, plan: Relative, copies: BlockCopies, alone: bool
+    ) -> Callable[[nn.Module], nn.Module]:
         """Returns what cuts a copy. alone: it computes without the other ranks, and something else."""
 
         def cut(block: nn.Module) -> nn.Module:
@@ -300,7 +263,7 @@ class Trials:
 class _BeforeCall:
     """Hook before a block's forward pass, which tries its kind, and raises what was found at each call."""
 
-    def __init__(self, trials: Trials, kind: Kind, name: str, tp: TensorParallel) -> None:
+    def __init__(self, trials: Trials, kind: BlockKind, name: str, tp: TensorParallel) -> None:
         self._trials, self._kind, self._name, self._tp = trials, kind, name, tp
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _BeforeCall:
@@ -353,7 +316,7 @@ def _signature(x: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _two_sequences(
-    block: nn.Module, kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]
+    block: nn.Module, kind: BlockKind, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], int]:
     """Returns the arguments for the first two sequences of a batch, and the elements of the input then."""
     x = Argument(block, kind.input).of(args, dict(kwargs))
@@ -371,106 +334,10 @@ def _is_lack_of_memory(failed: str) -> bool:
     return failed.startswith(("MemoryError", "OutOfMemoryError")) or "allocate memory" in failed
 
 
-def _is_region(style: Any) -> bool:
-    return isinstance(style, AttentionParallel | FeedForwardParallel)
-
-
-def _kinds(model: nn.Module, found: StyledModules) -> Iterator[Kind]:
-    """Groups the blocks that a plan cuts by what they are."""
-    styles = {name: [s for s in some if not isinstance(s, SequenceBegins | SequenceEnds)] for name, _, some in found}
-    units = {_block_around(model, name) for name, some in styles.items() if any(map(_is_region, some))}
-    units -= {inner for inner in units for outer in units if inner.startswith(f"{outer}.") and outer != inner}
-    kinds: dict[str, Kind] = {}
-    for unit, block in model.named_modules():
-        if unit not in units:
-            continue
-        plan = {
-            name[len(unit) :].strip("."): some
-            for name, some in styles.items()
-            if some and (name == unit or not unit or name.startswith(f"{unit}."))
-        }
-        identity = repr(
-            (type(block), sorted((name, repr(some)) for name, some in plan.items()), _fingerprint(unit, block))
-        )
-        if identity in kinds:
-            kinds[identity].names.append(unit)
-        else:
-            region = next(s for some in plan.values() for s in some if _is_region(s))
-            template, problem = _without_values(block, model)
-            kinds[identity] = Kind([unit], plan, template, getattr(region, "input", "hidden_states"), problem, identity)
-    yield from kinds.values()
-
-
-def _block_around(model: nn.Module, name: str) -> str:
-    """The block in which a region is tried: the innermost element of a list, or what is around the region."""
-    parts = name.split(".") if name else []
-    for count in range(len(parts), 0, -1):
-        if isinstance(model.get_submodule(".".join(parts[: count - 1])), nn.ModuleList | nn.Sequential | nn.ModuleDict):
-            return ".".join(parts[:count])
-    return ".".join(parts[:-1]) or name
-
-
-def _fingerprint(unit: str, block: nn.Module) -> list[Any]:
-    """Lists what may tell one block from another: shapes, attributes, hooks.
-
-    But for what numbers it, such as layer_idx, where its source only hands that to a cache.
-    """
-    numbers = {int(part) + first for part in unit.split(".") if part.isdigit() for first in (0, 1)}
-    found: list[Any] = []
-    for name, module in block.named_modules():
-        own = [
-            (key, _fingerprint_of_value(value))
-            for key, value in vars(module).items()
-            if key not in ("training", "_parameters", "_buffers", "_modules")
-            and not (type(value) is int and value in numbers and _is_index_alone(module, key))
-        ]
-        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        shapes = [(key, tuple(t.shape), t.dtype, t.requires_grad) for key, t in tensors]
-        found.append((name, type(module), sorted(own, key=repr), shapes))
-    return found
-
-
-def _fingerprint_of_value(value: Any) -> Any:
-    """Returns what stands for a value: equal for equal plain ones, else its own."""
-    if value is None or isinstance(value, int | float | str):
-        return value
-    if isinstance(value, list | tuple | set):
-        return type(value), [_fingerprint_of_value(each) for each in value]
-    if isinstance(value, Mapping):  # of hooks the keys are their numbers
-        return type(value), [
-            (None if isinstance(key, int) else _fingerprint_of_value(key), _fingerprint_of_value(each))
-            for key, each in value.items()
-        ]
-    return tuple(value.shape) if torch.is_tensor(value) else id(value)
-
-
-def _is_index_alone(module: nn.Module, attribute: str) -> bool:
-    """Returns whether an attribute numbers a module, and its methods use it only to find its place in a cache."""
-    if _NUMBER.search(attribute) is None:
-        return False
-    lines = [line for method in methods_of(module) if method.name != "__init__" for line in method.text.split("\n")]
-    return all("update(" in line for line in lines if re.search(rf"\bself\.{attribute}\b", line))
-
-
-def _without_values(block: nn.Module, model: nn.Module) -> tuple[nn.Module | None, str]:
-    """A copy of a block whose parameters and buffers have no memory; or None, and why it cannot be copied."""
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
-    }
-    memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
-    for module in model.modules():
-        recording = vars(module).get("_mpidl_recording")
-        memo[id(recording)] = recording
-    try:
-        return copy.deepcopy(block, memo), ""
-    except Exception as error:  # of the program's
-        return None, f"it cannot be copied: {error}"
-
-
-def _made_up_input(block: nn.Module, kind: Kind) -> torch.Tensor | None:
+def _made_up_input(block: nn.Module, kind: BlockKind) -> torch.Tensor | None:
     """An input for a block; None where the width is not known."""
     for region in kind.regions:
-        style: Any = next(s for s in kind.plan[region] if _is_region(s))
+        style: Any = next(s for s in kind.plan[region] if is_region(s))
         first = style.inputs[0] if isinstance(style, FeedForwardParallel) else style.fused or style.query
         layer = block.get_submodule(joined(region, first))
         if kind_of(layer) is not None:

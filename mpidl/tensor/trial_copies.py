@@ -105,7 +105,7 @@ class _Result:
         return [*self.inputs, *(p for p in self.module.parameters() if p.requires_grad)]
 
 
-class Copies:
+class BlockCopies:
     """Copies of a block in one dtype, and one mode, with the same values.
 
     template: a copy of the block without values.

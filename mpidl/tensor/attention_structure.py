@@ -1,13 +1,10 @@
-"""Finds attentions and feed-forward networks by what is in a module: linear layers, their sizes, their calls.
+"""Finds attentions by what is in a module: its linear layers, their sizes, their calls.
 
-    attention      linear layers called q, k, v, or one with all three, whose sizes are those of whole heads, and one
-                   that takes the heads' values; the number of heads is an attribute, or follows from the width of one
-    feed-forward   linear layers from one width to a second, one back, and in between what acts on single features
+An attention has linear layers called q, k, v, or one with all three, whose sizes are those of whole heads, and one that
+takes the heads' values; the number of heads is an attribute, or follows from the width of one.
 
 What comes between layers is followed through the source (`flow`), and each operation has to be a known one: of single
-features, or of single heads. A number of heads may be a size there, and nothing else.
-
-A function here returns a style; a reason, as text, for a module that looks like one and cannot be cut; or None.
+elements, or of single heads. A number of heads may be a size there, and nothing else.
 """
 
 from __future__ import annotations
@@ -23,12 +20,14 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigurationError
-from .flow import Flow, Judge, are_heads_sizes, called_by, dim_of, flow_in, follow, is_size_alone
+from .elementwise import MODULES_ON_ELEMENTS, ON_ELEMENTS
+from .flow import are_heads_sizes, called_by, dim_of, flow_in, follow, is_size_alone
 from .forward_wrapper import has_own_forward
+from .layer_calls import Recognised, flow_into_output, layer_inputs, layer_with_dropped_input, linear_children
 from .linear import kind_of, sizes_of
-from .regions import AttentionParallel, FeedForwardParallel
+from .regions import AttentionParallel
 from .sizes import cut_heads
-from .source import Method, method_with, methods_of, run_by
+from .source import SourceMethod, method_with, methods_of, run_by
 
 _QUERY = ("q_proj", "query", "q", "q_lin", "wq", "to_q", "query_proj", "q_linear", "queries")
 _KEY = ("k_proj", "key", "k", "k_lin", "wk", "to_k", "key_proj", "k_linear", "keys")
@@ -41,21 +40,6 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", 
 _GROUPS = ("num_key_value_groups", "n_rep", "num_groups", "kv_groups")
 _MASKS = ("bias", "masked_bias", "mask", "causal_mask", "tril")
 _SHAPES = "(?:view|reshape|unflatten|expand|repeat|split|rearrange)"
-
-# Functions and methods that act on single elements, by their last names without "_" at the end.
-ON_ELEMENTS = re.compile(
-    r"(?!\w*(?:norm|mean|max|sum|pool|conv|att|mix|cat))(?:\w+_)?(?:relu6?|gelu|silu|swish|mish|sigmoid|tanh|[sc]?elu)(?:_\w+)?|"
-    r"log_?sigmoid|hard(?:tanh|swish|sigmoid|shrink)|soft(?:plus|sign|shrink)|tanhshrink|threshold|rrelu|"
-    r"(?:alpha_)?dropout|square|pow|r?sqrt|exp2?|expm1|log(?:1p|2|10)?|sin|cos|erf|abs|neg|sign|reciprocal|"
-    r"mul(?:tiply)?|add|sub|div(?:ide)?|addc(?:mul|div)|lerp|m(?:ax|in)imum|clamp(?:_m(?:ax|in))?|clip|where|"
-    r"masked_fill|nan_to_num|float|half|double|bfloat16|to|type(?:_as)?|contiguous|clone|detach|"
-    r"(?:zeros|ones|empty|full)_like|is(?:finite|nan|inf)"
-)
-MODULES_ON_ELEMENTS = (  # of torch
-    "Identity", "Dropout", "AlphaDropout", "ReLU", "ReLU6", "GELU", "SiLU", "Mish", "Sigmoid", "LogSigmoid", "Tanh",
-    "ELU", "SELU", "CELU", "LeakyReLU", "RReLU", "Hardtanh", "Hardswish", "Hardsigmoid", "Hardshrink", "Softplus",
-    "Softsign", "Softshrink", "Tanhshrink", "Threshold",
-)  # fmt: skip
 
 # Functions and methods that do not mix heads: shapes, products, attentions, rotary positions, caches of keys.
 _ON_HEADS = re.compile(
@@ -70,16 +54,6 @@ _REPEATS = re.compile(  # of each key/value head behind itself, for the query he
     r"repeat_interleave|repeat_kv|enable_gqa|num_key_value_groups|\[:, :, None|unsqueeze\((?:dim=)?(?:2|-3)\)"
 )
 
-Recognised = AttentionParallel | FeedForwardParallel | str | None
-
-
-def linear_children(module: nn.Module) -> dict[str, Any]:
-    """Returns the linear layers right inside a module, by name."""
-    return {name: child for name, child in module.named_children() if kind_of(child) is not None}
-
-
-# ---- attention -----------------------------------------------------------------------------------------------------
-
 
 def attention(module: nn.Module, ranks: int) -> Recognised:
     """Recognises an attention: in a module, or in one inside it whose output layer is `output.dense`.
@@ -89,18 +63,18 @@ def attention(module: nn.Module, ranks: int) -> Recognised:
     output_layer = getattr(getattr(module, "output", None), "dense", None)
     if kind_of(output_layer) is not None:
         for name, child in module.named_children():
-            found = _Attention.of(child, name, "output.dense", output_layer)
+            found = _AttentionLayers.of(child, name, "output.dense", output_layer)
             if found is not None:
                 style = found.style(ranks)
                 if not isinstance(style, AttentionParallel):
                     return style
-                flow = _into_output(module, (f"self.{name}",), found.on_heads)
+                flow = flow_into_output(module, (f"self.{name}",), found.on_heads)
                 return f"{flow.unknown} may compute on several heads" if flow.unknown else style
-    found = _Attention.of(module, "", "", None)
+    found = _AttentionLayers.of(module, "", "", None)
     return None if found is None else found.style(ranks)
 
 
-class _Attention:
+class _AttentionLayers:
     """Names and sizes of an attention's layers, in the module `at`, which is `inner` in the one that a style is for."""
 
     def __init__(self, at: nn.Module, inner: str, single: tuple[str, ...], fused: str, output: str, joins: Any) -> None:
@@ -111,7 +85,7 @@ class _Attention:
         self.method = method_with(at, *self.layers, *(() if inner else (output,)))
 
     @classmethod
-    def of(cls, at: nn.Module, inner: str, output: str, joins: Any) -> _Attention | None:
+    def of(cls, at: nn.Module, inner: str, output: str, joins: Any) -> _AttentionLayers | None:
         """Looks for the layers; None where they are not all there."""
         layers = linear_children(at)
         names = (next((name for name in known if name in layers), "") for known in (_QUERY, _KEY, _VALUE))
@@ -258,7 +232,7 @@ class _Attention:
             own = [name for name, value in vars(called).items() if _is_number(value) and value in self.numbers]
             if any(re.search(rf"\bself\.{name}\b", text) for name in own):  # it has the number of all heads
                 return False
-        if not deep or (isinstance(called, Method) and not are_heads_sizes(called)):
+        if not deep or (isinstance(called, SourceMethod) and not are_heads_sizes(called)):
             return False
         return not flow_in(called, module, partial(self.on_heads, deep=deep - 1)).unknown
 
@@ -310,8 +284,8 @@ class _Attention:
         inside = [
             n for n, c in children.items() if "norm" in type(c).__name__.lower() and any(True for _ in c.parameters())
         ]
-        memory, each = _inputs(self.at, self.method, self.layers)
-        dropped = _dropped(self.method, self.layers) if each else ""
+        memory, each = layer_inputs(self.at, self.method, self.layers)
+        dropped = layer_with_dropped_input(self.method, self.layers) if each else ""
         if dropped:
             return f"its source may drop elements of the input of {dropped}"
         query, key, value = (dot + name if name else "" for name in self.single)
@@ -378,7 +352,7 @@ def _picks_heads(node: ast.Subscript) -> bool:
     return len(parts) > 1 and ":" in parts[1] and parts[1] != ":"
 
 
-def _layout(method: Method, fused: str) -> str:
+def _layout(method: SourceMethod, fused: str) -> str:
     """Tells how queries, keys and values lie in a fused weight: "in a row", "by head", or "" if it is not clear.
 
     Methods tell of what the layer returns, and of variables that hold this: another function may lay it out anew.
@@ -430,143 +404,5 @@ def _layout(method: Method, fused: str) -> str:
     return ""
 
 
-def _inputs(module: nn.Module, method: Method, layers: Collection[str]) -> tuple[str | None, bool]:
-    """Tells what a region's layers get: the argument besides the first one, and whether each layer has to begin it.
-
-    Each does where the layers' input is not the module's own, or goes elsewhere besides, as in a residual, and where
-    they run again on their own result.
-    """
-    first = method.arguments[0] if method.arguments else ""
-    fed = [method.direct.get(f"self.{layer}", {""}) for layer in layers]
-    others = set().union(*fed) - {first}
-    absent = [call for call in method.direct if re.fullmatch(r"self\.\w+", call) and not hasattr(module, call[5:])]
-    reads = sum(first in names for names in (*fed, *(method.direct[call] for call in absent)))
-    again = method.repeats([f"self.{layer}" for layer in layers])
-    if method.name != "forward" or again or "" in others or len(others) > 1 or method.uses.get(first, 0) != reads:
-        return None, True
-    return (others.pop() if others else None), False
-
-
-def _dropped(method: Method, layers: Collection[str]) -> str:
-    """Returns a layer, other than the first that runs, whose input may be dropped in part; "" if there is none.
-
-    By then each rank's random numbers are its own, and the input's gradient is summed in the layer, behind the dropout.
-    """
-    later = sorted(layers, key=lambda layer: method.calls.index(f"self.{layer}"))[1:]
-    given = {layer: method.feeds.get(f"self.{layer}", set()) for layer in later}
-    return next((layer for layer, names in given.items() if any("drop" in name.lower() for name in names)), "")
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-# ---- feed-forward networks -----------------------------------------------------------------------------------------
-
-
-def feed_forward(module: nn.Module, taken: Collection[str]) -> Recognised:
-    """Recognises a feed-forward network. taken: layers right inside the module that are of something else."""
-    inside, output_layer = (getattr(getattr(module, name, None), "dense", None) for name in ("intermediate", "output"))
-    there = kind_of(inside) is not None and kind_of(output_layer) is not None
-    if there and sizes_of("", inside) == sizes_of("", output_layer)[::-1]:
-        flow = _into_output(module, ("self.intermediate", "self.intermediate['dense']"), _on_features)
-        if not isinstance(module.intermediate, nn.ModuleDict) and not flow.unknown:
-            flow = flow_in(module.intermediate, module, _on_features, sources=("self.dense",))  # type: ignore[arg-type]
-        if flow.unknown or flow.leaks:
-            return f"{flow.unknown or 'intermediate'} may compute on several features"
-        return FeedForwardParallel(("intermediate.dense",), "output.dense", inner="intermediate.dense")
-    layers = {name: layer for name, layer in linear_children(module).items() if name not in taken}
-    for output in reversed(layers):
-        features, width = sizes_of(output, layers[output])
-        sizes = {name: sizes_of(name, layer) for name, layer in layers.items() if name != output}
-        for wide in (features, 2 * features):
-            inputs = tuple(name for name, size in sizes.items() if size == (width, wide))
-            if len(inputs) == len(sizes) and len(inputs) in ((1, 2) if wide == features else (1,)):
-                own = [
-                    n for n, p in module.named_parameters(recurse=False) if p.shape[-1:] != (width,) or wide == width
-                ]
-                if own:  # one of the width may act on what comes out
-                    return f"{own[0]} may be of several features"
-                return _feed_forward(module, inputs, output, wide // features)
-    return None
-
-
-def _feed_forward(module: nn.Module, inputs: tuple[str, ...], output: str, segments: int) -> Recognised:
-    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
-        names = [name for name, _ in module.named_children()]
-        between = names[names.index(inputs[0]) + 1 : names.index(output)]
-        mixing = next((name for name in between if not _module_on_features(getattr(module, name))), None)
-        if names.index(output) < names.index(inputs[0]) or len(inputs) > 1:  # where each gets what the last one gives
-            return None
-        style = FeedForwardParallel(inputs, output, input="input")
-        return style if mixing is None and segments == 1 else f"{mixing or inputs[0]} may compute on several features"
-    method = method_with(module, *inputs, output)
-    if method is None:
-        return "its source does not show how it calls its layers"
-    calls = [call for call in method.calls if call in {f"self.{name}" for name in (*inputs, output)}]
-    reached = method.feeds.get(f"self.{output}", set()) >= {f"self.{name}()" for name in inputs}
-    if not reached or len(calls) != len(inputs) + 1:
-        return None
-    if any(f"self.{a}()" in method.feeds.get(f"self.{b}", ()) for a in inputs for b in inputs if a != b):
-        return None  # square layers one after the other
-    judge = partial(_on_features, module, halves=segments == 2)
-    flow = follow(method, module, [f"self.{name}" for name in inputs], f"self.{output}", judge)
-    if flow.unknown:
-        return f"{flow.unknown} may compute on several features"
-    if flow.leaks:
-        return f"its features go elsewhere than into {output}"
-    children = {name for name, child in module.named_children() if next(child.parameters(), None) is not None}
-    more = children > {*inputs, output}
-    halves = re.search(r"chunk\(2|\bglu\(", method.text) is not None
-    if segments == 2 and (not halves or "::2" in method.text):
-        return f"its source does not show how gate and values lie in {inputs[0]}"
-    # A region that begins at one of its layers copies the input for that one alone, so each does it for itself.
-    each = len(inputs) > 1 and (more or _inputs(module, method, inputs)[1])
-    dropped = _dropped(method, inputs) if each else ""
-    if dropped:
-        return f"its source may drop elements of the input of {dropped}"
-    inner = calls[0].removeprefix("self.") if more or each else ""  # dropout before the region is not of it
-    return FeedForwardParallel(inputs, output, segments=segments, inner=inner, each=each, input=method.arguments[0])
-
-
-def _on_features(module: nn.Module, node: ast.expr, halves: bool = False, deep: int = 4) -> bool:
-    """Tells whether an expression acts on single features. halves: they lie in two, a gate's and what it gates."""
-    if isinstance(node, ast.Subscript):
-        if isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
-            return ast.unparse(node.slice) in ("0", ":-1")
-        return halves and isinstance(node.value, ast.Call) and called_by(module, node.value) == "chunk"
-    if not isinstance(node, ast.Call):
-        return False
-    called = called_by(module, node)
-    if isinstance(called, nn.Module):
-        return _module_on_features(called, halves, deep)
-    if isinstance(called, str):
-        if called == "size":
-            return [ast.unparse(value) for value in node.args] == ["0"]
-        return ON_ELEMENTS.fullmatch(called.rstrip("_")) is not None or (halves and called in ("chunk", "glu"))
-    flow = flow_in(called, module, partial(_on_features, halves=halves, deep=deep - 1)) if deep else Flow(leaks=True)
-    return not (flow.unknown or flow.leaks)
-
-
-def _module_on_features(child: nn.Module, halves: bool = False, deep: int = 4) -> bool:
-    """Tells whether a module acts on single features: one of torch's that does, or one whose source shows it."""
-    if has_own_forward(child) or any(True for _ in child.parameters()):
-        return False
-    if type(child) is nn.Sequential:
-        return all(_module_on_features(inner, halves, deep) for inner in child)
-    if type(child).__module__.startswith("torch.nn.modules."):
-        return type(child).__name__ in MODULES_ON_ELEMENTS or (halves and isinstance(child, nn.GLU))
-    flow = flow_in(child, child, partial(_on_features, halves=halves, deep=deep - 1)) if deep else Flow(leaks=True)
-    return not (flow.unknown or flow.leaks)
-
-
-def _into_output(module: nn.Module, sources: Collection[str], judge: Judge) -> Flow:
-    """Follows what `sources` return, modules inside of a module, up to `output.dense`."""
-    callers = [method for method in methods_of(module) if "self.output" in method.calls]
-    method = next((method for method in callers if any(name in method.calls for name in sources)), None)
-    if method is not None:
-        flow = follow(method, module, sources, "self.output", partial(judge, module))
-    else:  # a dictionary of modules is run by the one around it
-        flow = Flow(unknown="" if isinstance(module, nn.ModuleDict) else "what its source does not show")
-    within = flow_in(module.output, module, judge, end="self.dense")  # type: ignore[arg-type]
-    return Flow(flow.leaks or within.leaks, flow.unknown or within.unknown)
