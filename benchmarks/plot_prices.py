@@ -37,7 +37,7 @@ from collectives.backends.executor import SEGMENT_BYTES, Execution, whole
 from collectives.base import buffers
 from collectives.base.reduction import Reduction
 from collectives.base.scratch import Scratch
-from collectives.bench.buffers import Arena
+from collectives.bench.buffers import ArraySets
 from collectives.bench.operations import OPERATIONS, Case
 from collectives.bench.sides import own_call
 from collectives.price import Cluster, Pricing
@@ -160,7 +160,7 @@ def compare(comm: Communicator, options: argparse.Namespace, machine: Cluster) -
         operation = OPERATIONS[options.op]
         op, root = "sum" if operation.reduces else "none", 0 if operation.rooted else -1
         case = Case(operation, "float32", op, root, nbytes)
-        arena = Arena(comm, case, "user", 1, "cpu", has_second=True)
+        arena = ArraySets(comm, case, "user", 1, "cpu", has_second=True)
         arrays, size = arena.arrays(0, operation.usual), arena.nbytes
         served = [name for name in options.algorithms if name in comm.algorithms(options.op)]
         calls = {name: own_call(comm, case, operation.usual, arrays, algorithm=name) for name in served}

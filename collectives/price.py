@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from .errors import ArgumentError, ScheduleError
-from .schedules.layout import Cluster, Layout, Link, Receive, Send
+from .schedules.layout import Cluster, Link, Receive, ScheduleLayout, Send
 from .schedules.schedule import Schedule
 
 __all__ = ["Cluster", "Pricing", "price"]
@@ -58,7 +58,7 @@ class Pricing:
         symmetry: bool = True,
         nodes: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self._layout = Layout(schedule, cluster, symmetry=symmetry, nodes=nodes)
+        self._layout = ScheduleLayout(schedule, cluster, symmetry=symmetry, nodes=nodes)
 
     @property
     def followed(self) -> int:
@@ -73,7 +73,7 @@ class Pricing:
 
 
 @dataclass(frozen=True, slots=True)
-class _Message:
+class _PricedMessage:
     channel: Link
     send: Send
     reduces: bool
@@ -82,13 +82,13 @@ class _Message:
 
 # An event: when; 0 for the end of a message or a round, else how many ports of its path a message has come to; the
 # order among equals; the message, or None for the rank that -order - 1 numbers.
-_Event = tuple[float, int, int, "_Message | None"]
+_Event = tuple[float, int, int, "_PricedMessage | None"]
 
 
 class _ModelledRun:
     """All ranks' rounds in modelled time."""
 
-    def __init__(self, layout: Layout, chunk_bytes: float) -> None:
+    def __init__(self, layout: ScheduleLayout, chunk_bytes: float) -> None:
         cluster, ranks = layout.cluster, layout.followed
         self.layout = layout
         self.programs = layout.programs
@@ -148,13 +148,13 @@ class _ModelledRun:
         if self.sent[number] and self.awaited[number]:
             leaving, arriving = self.sent[number].popleft(), self.awaited[number].popleft()
             channel = self.layout.channels[number]
-            message = _Message(channel, leaving, arriving.reduces, leaving.ports + arriving.ports)
+            message = _PricedMessage(channel, leaving, arriving.reduces, leaving.ports + arriving.ports)
             if message.path:
                 heappush(self.events, (now, 1, leaving.order, message))
             else:
                 self.deliver(message, now)
 
-    def pass_port(self, message: _Message, stage: int, now: float) -> None:
+    def pass_port(self, message: _PricedMessage, stage: int, now: float) -> None:
         """Sends the message's head through a port once that is free, and keeps the port busy with the body."""
         port = message.path[stage - 1]
         start = max(now, self.port_free[port])
@@ -164,12 +164,12 @@ class _ModelledRun:
         else:
             self.deliver(message, start)
 
-    def deliver(self, message: _Message, start: float) -> None:
+    def deliver(self, message: _PricedMessage, start: float) -> None:
         far = message.channel.between_nodes
         end = start + self.latency[far] + message.send.chunks * self.transfer[far]
         heappush(self.events, (end, 0, message.send.order, message))
 
-    def arrive(self, message: _Message, now: float) -> None:
+    def arrive(self, message: _PricedMessage, now: float) -> None:
         source, destination = message.channel.source, message.channel.destination
         end = now
         if message.reduces:

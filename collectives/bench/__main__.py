@@ -16,10 +16,10 @@ import torch
 from ..communicator import Communicator
 from ..process.about import about_mpi
 from . import gpu_limits
-from .device import Device
+from .device import BenchDevice
 from .fresh import measure_core_to_core_copies
 from .measurement import Row, measure
-from .options import Options, read_together
+from .options import BenchOptions, read_together
 from .report import Table, lines_of, summary
 
 Say = Callable[[str], Any]
@@ -36,7 +36,9 @@ def main() -> int:
         from .peers import start_gloo, stop_gloo
 
         start_gloo(comm)
-    device = Device.of_gpu(comm, options.sides) if options.device == "cuda" else Device.of_cpu(comm, options.sides)
+    device = (
+        BenchDevice.of_gpu(comm, options.sides) if options.device == "cuda" else BenchDevice.of_cpu(comm, options.sides)
+    )
     for line in _about(comm, options, device):
         say(line)
     rows: list[Row] = []
@@ -56,7 +58,7 @@ def main() -> int:
 
 
 def _operation(
-    comm: Communicator, device: Device, options: Options, operation: str, table: Table, say: Say
+    comm: Communicator, device: BenchDevice, options: BenchOptions, operation: str, table: Table, say: Say
 ) -> list[Row]:
     """Measures one operation at all sizes, and prints its table. Collective."""
     say(f"# {operation}")
@@ -85,7 +87,7 @@ def _operation(
     return rows
 
 
-def _about(comm: Communicator, options: Options, device: Device) -> list[str]:
+def _about(comm: Communicator, options: BenchOptions, device: BenchDevice) -> list[str]:
     """The lines before the first table. Collective."""
     step = f"{options.step_bytes}(bytes)" if options.step_bytes else f"{options.step_factor}(factor)"
     ranks = "1 rank" if comm.size == 1 else f"{comm.size} ranks on {comm.nodes} node(s)"

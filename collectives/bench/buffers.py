@@ -74,7 +74,7 @@ class Sweep:
             self._place = (self._place + some.size) % self._memory.size
 
 
-class Arena:
+class ArraySets:
     """All sets of one kind of arrays for a case. Collective.
 
     kind: "user" is any memory; "symmetric" that of `Communicator.empty`, and for the output of an all_gather that of

@@ -15,7 +15,7 @@ KERNEL = "kernel"  # the side in which the kernel copies from array to array
 
 
 @dataclass
-class Device:
+class BenchDevice:
     """The CPU, or with `of_gpu` this rank's GPU.
 
     name: as torch has it.
@@ -40,7 +40,7 @@ class Device:
         return self.bandwidth is not None
 
     @classmethod
-    def of_cpu(cls, comm: Communicator, sides: Sequence[str]) -> Device:
+    def of_cpu(cls, comm: Communicator, sides: Sequence[str]) -> BenchDevice:
         """Makes it, with the group of `KERNEL` if that is asked for and the kernel lets ranks do it. Collective."""
         if KERNEL not in sides:
             return cls()
@@ -50,7 +50,7 @@ class Device:
         return cls(groups={KERNEL: group} if reaches else {})
 
     @classmethod
-    def of_gpu(cls, comm: Communicator, sides: Sequence[str]) -> Device:
+    def of_gpu(cls, comm: Communicator, sides: Sequence[str]) -> BenchDevice:
         """Makes it, with what these sides need. Collective."""
         gpu = gpu_limits.Gpu(comm)
         groups = gpu_limits.groups(comm, sides, gpu.device)

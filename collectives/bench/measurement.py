@@ -23,10 +23,10 @@ import numpy as np
 from ..communicator import Communicator
 from ..timing import repetitions, sample
 from . import reference
-from .buffers import WARM, Arena, Rotation, Sweep, cold, needs_second, touched_bytes
-from .device import Device
+from .buffers import WARM, ArraySets, Rotation, Sweep, cold, needs_second, touched_bytes
+from .device import BenchDevice
 from .operations import Case, bus_bandwidth
-from .options import Options
+from .options import BenchOptions
 from .sides import Side, side_of
 
 _GPU_REPETITIONS = 30
@@ -81,14 +81,14 @@ class _Form:
     cache: str
     place: str
     sides: list[Side]
-    arena: Arena
+    arena: ArraySets
     wrong: int | None = None
 
 
-class _Steps:
+class _TimedSteps:
     """Makes the untimed and the timed step of each form; cold ones go through the sets together."""
 
-    def __init__(self, device: Device, rotation: Rotation, calls: int) -> None:
+    def __init__(self, device: BenchDevice, rotation: Rotation, calls: int) -> None:
         self._device, self._rotation, self._calls = device, rotation, calls
         self._sweep = Sweep(rotation.swept * rotation.sets)
         self._turn = 0
@@ -121,7 +121,7 @@ class _Steps:
         self._sweep.read(self._rotation.swept * self._calls)
 
 
-def measure(comm: Communicator, device: Device, options: Options, case: Case) -> Iterator[Row | str]:
+def measure(comm: Communicator, device: BenchDevice, options: BenchOptions, case: Case) -> Iterator[Row | str]:
     """Yields the rows of a case, and the names of sides that serve none of it. Collective."""
     rotation = _rotation(options, case, comm.size)
     forms = list(_forms(comm, device, options, case, rotation))
@@ -136,7 +136,7 @@ def measure(comm: Communicator, device: Device, options: Options, case: Case) ->
     for form in forms:
         for side in form.sides:
             side.call()  # prepares it
-    steps = _Steps(device, rotation, options.agg_iters)
+    steps = _TimedSteps(device, rotation, options.agg_iters)
     count = options.iters or _repetitions(device, options, forms[0].arena.nbytes)
     times = sample(comm, [steps.of(form) for form in forms], count, options.warmup_iters, device.clock)
     _over_ranks(comm, times, options.average)
@@ -145,7 +145,7 @@ def measure(comm: Communicator, device: Device, options: Options, case: Case) ->
         yield _row(comm, device, case, form, times[:, number], _ratios(options, forms, times, number))
 
 
-def _rotation(options: Options, case: Case, ranks: int) -> Rotation:
+def _rotation(options: BenchOptions, case: Case, ranks: int) -> Rotation:
     """The rotation of cold calls; of at least as many sets as calls follow each other."""
     if not options.cold:
         return WARM
@@ -153,14 +153,16 @@ def _rotation(options: Options, case: Case, ranks: int) -> Rotation:
     return cold(touched_bytes(case, ranks), options.cache, most)
 
 
-def _forms(comm: Communicator, device: Device, options: Options, case: Case, rotation: Rotation) -> Iterator[_Form]:
+def _forms(
+    comm: Communicator, device: BenchDevice, options: BenchOptions, case: Case, rotation: Rotation
+) -> Iterator[_Form]:
     """All sides that serve the case, in every form. Collective."""
     owner = device.groups.get("ipc", comm)
     places = tuple(place for place in options.places if place in case.operation.places)
     for cache in ("cold",) if device.is_gpu else options.caches:
         sets = rotation.sets if options.cold and cache == "cold" else 1
         for buffer in options.buffers:
-            arena = Arena(owner, case, buffer, sets, device.name, has_second=needs_second(case, places))
+            arena = ArraySets(owner, case, buffer, sets, device.name, has_second=needs_second(case, places))
             for place in places:
                 for name in options.sides:
                     first = side_of(comm, device, case, name, buffer, place, arena.arrays(0, place))
@@ -185,7 +187,7 @@ def _works(comm: Communicator, side: Side) -> bool:
     return not failed[0]
 
 
-def _check(comm: Communicator, device: Device, count: int, case: Case, form: _Form) -> int:
+def _check(comm: Communicator, device: BenchDevice, count: int, case: Case, form: _Form) -> int:
     """Counts wrong elements of all ranks in so many calls, each on another input."""
     found = np.zeros(1, np.int64)
     arrays, side = form.arena.arrays(0, form.place), form.sides[0]
@@ -203,7 +205,7 @@ def _check(comm: Communicator, device: Device, count: int, case: Case, form: _Fo
     return int(found[0])
 
 
-def _repetitions(device: Device, options: Options, nbytes: int) -> int:
+def _repetitions(device: BenchDevice, options: BenchOptions, nbytes: int) -> int:
     usual = _GPU_REPETITIONS if device.is_gpu else repetitions(nbytes)
     return max(usual, _FOR_PERCENTILES) if options.percentiles else usual
 
@@ -216,7 +218,7 @@ def _over_ranks(comm: Communicator, times: np.ndarray[Any, Any], average: int) -
         comm.all_reduce(times, {1: "avg", 2: "min", 3: "max"}[average])
 
 
-def _ratios(options: Options, forms: list[_Form], times: np.ndarray[Any, Any], number: int) -> dict[str, float]:
+def _ratios(options: BenchOptions, forms: list[_Form], times: np.ndarray[Any, Any], number: int) -> dict[str, float]:
     """The time of a form as a multiple of each compared side's: in the same form, cache and repetition.
 
     Sides of other libraries have user arrays alone, which are compared with symmetric ones too.
@@ -239,7 +241,12 @@ def _ratios(options: Options, forms: list[_Form], times: np.ndarray[Any, Any], n
 
 
 def _row(
-    comm: Communicator, device: Device, case: Case, form: _Form, times: np.ndarray[Any, Any], ratios: dict[str, float]
+    comm: Communicator,
+    device: BenchDevice,
+    case: Case,
+    form: _Form,
+    times: np.ndarray[Any, Any],
+    ratios: dict[str, float],
 ) -> Row:
     nbytes, seconds = form.arena.nbytes, float(np.median(times))
     limit = device.limit(case.operation.name, nbytes, comm.size)

@@ -25,7 +25,7 @@ def _all(ranks: int) -> float:
 
 
 @dataclass(frozen=True)
-class Operation:
+class BenchOperation:
     """One operation.
 
     bus: from the number of ranks, the bytes that a link carries for a byte of the whole array: busbw is algbw times it
@@ -58,16 +58,16 @@ class Operation:
 OPERATIONS = {
     operation.name: operation
     for operation in (
-        Operation("all_reduce", _twice, "in", reduces=True),
-        Operation("reduce_scatter", _once, "out", parts=True, reduces=True),
-        Operation("all_gather", _once, "out", parts=True),
-        Operation("all_to_all", _once, "out", places=("out",)),
-        Operation("broadcast", _all, "in", rooted=True, places=("in",)),
-        Operation("reduce", _all, "in", reduces=True, rooted=True),
-        Operation("gather", _once, "out", parts=True, rooted=True),
-        Operation("scatter", _once, "out", parts=True, rooted=True),
-        Operation("scan", _all, "in", reduces=True),
-        Operation("exscan", _all, "in", reduces=True),
+        BenchOperation("all_reduce", _twice, "in", reduces=True),
+        BenchOperation("reduce_scatter", _once, "out", parts=True, reduces=True),
+        BenchOperation("all_gather", _once, "out", parts=True),
+        BenchOperation("all_to_all", _once, "out", places=("out",)),
+        BenchOperation("broadcast", _all, "in", rooted=True, places=("in",)),
+        BenchOperation("reduce", _all, "in", reduces=True, rooted=True),
+        BenchOperation("gather", _once, "out", parts=True, rooted=True),
+        BenchOperation("scatter", _once, "out", parts=True, rooted=True),
+        BenchOperation("scan", _all, "in", reduces=True),
+        BenchOperation("exscan", _all, "in", reduces=True),
     )
 }
 USUAL_OPERATIONS = tuple(OPERATIONS)[:4]
@@ -86,7 +86,7 @@ class Case:
     size: bytes of the whole array, to be cut down to equal parts for all ranks.
     """
 
-    operation: Operation
+    operation: BenchOperation
     dtype: str
     op: str
     root: int
@@ -98,6 +98,6 @@ def has_average(dtype: str) -> bool:
     return "float" in dtype
 
 
-def bus_bandwidth(operation: Operation, nbytes: int, seconds: float, ranks: int) -> float:
+def bus_bandwidth(operation: BenchOperation, nbytes: int, seconds: float, ranks: int) -> float:
     """Gigabytes (10^9) a second of the busiest link. nbytes: of the whole array."""
     return nbytes / seconds / 1e9 * operation.bus(ranks)

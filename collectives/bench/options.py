@@ -34,7 +34,7 @@ explains all. The exit status is 1 where a result is wrong, and 2 for wrong opti
 
 
 @dataclass(frozen=True)
-class Options:
+class BenchOptions:
     """The options of a command line.
 
     compare: sides; those in `algorithms` too run once.
@@ -186,7 +186,7 @@ def parser() -> Parser:
     return made
 
 
-def read(argv: Sequence[str], ranks: int) -> Options:
+def read(argv: Sequence[str], ranks: int) -> BenchOptions:
     """Reads a command line. Raises Refused."""
     given = parser().parse_args(argv)
     low, high = (bytes_text(text) for text in _SIZES[given.device])
@@ -212,7 +212,7 @@ def read(argv: Sequence[str], ranks: int) -> Options:
         check_writable(path)
     if given.plot and find_spec("matplotlib") is None:
         raise Refused("--plot: matplotlib is not installed (pip install matplotlib)")
-    return Options(
+    return BenchOptions(
         operations=tuple(given.operations),
         min_bytes=smallest,
         max_bytes=largest,
@@ -240,10 +240,10 @@ def read(argv: Sequence[str], ranks: int) -> Options:
     )
 
 
-def read_together(comm: Communicator) -> Options:
+def read_together(comm: Communicator) -> BenchOptions:
     """Returns rank 0's options on every rank; wrong ones end all of them with one line and status 2. Collective."""
 
-    def check(options: Options) -> None:
+    def check(options: BenchOptions) -> None:
         if options.device == "cuda" and unusable_reason():
             raise Refused(f"--device cuda: {unusable_reason()}")
         if options.cold and not options.cache:

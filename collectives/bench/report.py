@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from .measurement import Row
 from .operations import PLACES
-from .options import Options
+from .options import BenchOptions
 
 _TITLES = {"out": "out-of-place", "in": "in-place"}
 _LEFT = (("size", "(B)", 12), ("count", "(elements)", 12), ("type", "", 9), ("redop", "", 6), ("root", "", 5))
@@ -25,7 +25,7 @@ _HIGHER = ("p95", "p99", "max")
 class Table:
     """Formats lines of rows. on_gpu: with the limit's share."""
 
-    def __init__(self, options: Options, *, on_gpu: bool) -> None:
+    def __init__(self, options: BenchOptions, *, on_gpu: bool) -> None:
         self._compare, self._percentiles, self._on_gpu = options.compare, options.percentiles, on_gpu
         self._places = [place for place in PLACES if place in options.places]
 

@@ -28,7 +28,7 @@ from ..communicator import Communicator
 from ..schedules.algorithms import ALGORITHMS
 from . import gpu_limits
 from .buffers import Arrays, call_in_place
-from .device import KERNEL, Device
+from .device import KERNEL, BenchDevice
 from .operations import Case
 
 Call = Callable[[], Any]
@@ -49,7 +49,7 @@ class Side:
 
 
 def side_of(
-    comm: Communicator, device: Device, case: Case, name: str, buffer: str, place: str, arrays: Arrays
+    comm: Communicator, device: BenchDevice, case: Case, name: str, buffer: str, place: str, arrays: Arrays
 ) -> Side | None:
     """Makes a side's call; None where it does not serve the operation, the type, the kind of arrays or the form.
 

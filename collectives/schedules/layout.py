@@ -104,7 +104,7 @@ _Costs = tuple[_Steps, ...]
 _Shift = tuple[Callable[[int, int], int], Callable[[int, int], int]]
 
 
-class Layout:
+class ScheduleLayout:
     """A schedule's rounds on a cluster, as far as they cost anything.
 
     followed: how many ranks have to be followed: all, a node's, or one.

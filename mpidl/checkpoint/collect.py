@@ -16,7 +16,7 @@ Names of tensors:
                                           states
 
 Of a model that lies over a mesh, a rank writes what `joining` assigns to it of its part's cuts. Each parameter's
-states are described by one part; `joined` puts the parts' descriptions together.
+states are described by one part; `join_descriptions` puts the parts' descriptions together.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..replicas.checksums import checksum as replicas_checksum
 from . import compression_state, cuts, json_encoding, random_states
 from .engine import Engine
 from .held_tensor import HeldTensor, Share
-from .joining import Join
+from .joining import JoinedParts
 from .schema import SLICES
 from .tensorfile import checksum, code_of
 
@@ -48,7 +48,7 @@ ONE_CLASS = ("scheduler",)  # those whose states another class may take without 
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class PieceToWrite:
     """Elements start..stop of a flattened cut of a tensor, which this rank writes. values: returns them.
 
     number: among its cuts of the tensor.
@@ -67,7 +67,7 @@ class Piece:
         """Bytes that the elements take in the file."""
         return (self.stop - self.start) * self.dtype.itemsize
 
-    def copy(self) -> Piece:
+    def copy(self) -> PieceToWrite:
         """Returns a piece that holds the present values, copied to the CPU."""
         values = self.values().detach().to("cpu", copy=True)
         return replace(self, values=lambda: values)
@@ -75,7 +75,7 @@ class Piece:
     @property
     def complete(self) -> bool:
         """True if it is all of the cut."""
-        return self.stop - self.start == cuts.count(self.cut)
+        return self.stop - self.start == cuts.element_count(self.cut)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -109,7 +109,7 @@ class Collected:
     uncut: a state of the optimizer that cannot be cut as its parameter is.
     """
 
-    pieces: list[Piece]
+    pieces: list[PieceToWrite]
     about: dict[str, Any]
     own: dict[str, Any]
     shared: dict[str, torch.Tensor]
@@ -136,7 +136,7 @@ def collect(
     gradients: the engine's, by name of the parameter.
     compressed: the state of its `CompressedReduction` without means, if it has one.
     """
-    pieces: list[Piece] = []
+    pieces: list[PieceToWrite] = []
     shared: dict[str, torch.Tensor] = {}
     copied: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
@@ -148,32 +148,32 @@ def collect(
             name = f"{rank_name(engine.comm.rank)}/{name}"
         elif held.shared:
             shared[name] = values
-        other = engine.copied(held, alone)
+        other = engine.comparison_label(held, alone)
         if other is not None:
             (buffers if held.key is None else copied)[f"{name}{other}"] = values
         for number, share in enumerate(held.own if alone else held.writes):
             place = share.cut, values.dtype, share.start, share.stop
-            pieces.append(Piece(name, *place, partial(part, held, share, values), number))
+            pieces.append(PieceToWrite(name, *place, partial(part, held, share, values), number))
 
     def part(held: HeldTensor, share: Share, values: torch.Tensor) -> torch.Tensor:
         engine.forget()  # the tensor before this one
         return held.elements(share, values)
 
     def add_share(name: str, share: Share, values: torch.Tensor, number: int) -> None:
-        pieces.append(Piece(name, share.cut, values.dtype, share.start, share.stop, lambda: values, number))
+        pieces.append(PieceToWrite(name, share.cut, values.dtype, share.start, share.stop, lambda: values, number))
 
     # These may be collective, so they come before what may fail on one rank alone.
-    hook = engine.hook_state()
+    hook = engine.saved_hook()
     state_of_hook = None if hook is None else hook.state_dict()
     state_of_averager = None if engine.averager is None else engine.averager.state_dict()
-    means = {} if compressed is None else compression_state.kept_means(engine)
+    means = {} if compressed is None else compression_state.written_means(engine)
     tensors = [*engine.parameters, *engine.buffers]
     for held in tensors:
         add(f"model/{held.name}", held, held.values, held.per_rank)
     about: dict[str, Any] = {
         "step": step,
         "micro_step": micro_step,
-        "ranks": engine.comm.size if engine.part.names else engine.whole.size,
+        "ranks": engine.comm.size if engine.part.names else engine.all_ranks.size,
         "engine": engine.kind,
         "model": {
             "class": type(engine.model).__name__,
@@ -187,8 +187,8 @@ def collect(
         about["mesh"] = engine.part.sizes
     elif engine.part.names and engine.join.reason:
         about["apart"] = engine.join.reason
-    spoken: dict[str, torch.Tensor] = {}  # equal on every rank of the part, and written by its rank 0
-    mine: dict[str, torch.Tensor] = {}  # of this rank alone
+    part_tensors: dict[str, torch.Tensor] = {}  # equal on every rank of the part, and written by its rank 0
+    rank_tensors: dict[str, torch.Tensor] = {}  # of this rank alone
     own: dict[str, Any] = {}
     first: dict[str, torch.Tensor] = {}  # equal on every rank, and written by the first
     of_extra: dict[str, torch.Tensor] = {}  # the first rank's
@@ -198,13 +198,13 @@ def collect(
         extra_states[name] = json_encoding.encode(module.get_extra_state(), f"model/{name}", inside), inside
     about["model"]["extra_state"] = {}
     for name, (state, inside) in extra_states.items():
-        if engine.join.speakers[name] == engine.join.number:
+        if engine.join.state_writers[name] == engine.join.number:
             about["model"]["extra_state"][name] = state
-            spoken |= inside
+            part_tensors |= inside
     uncut = None
     if engine.optimizer is not None:
-        about["optimizer"], uncut = _optimizer(engine, add, spoken, first)
-        states = _states_of_the_rank(engine, f"{own_prefix}/optimizer", mine)
+        about["optimizer"], uncut = _describe_optimizer(engine, add, part_tensors, first)
+        states = _states_of_the_rank(engine, f"{own_prefix}/optimizer", rank_tensors)
         if states:
             own["states"] = states
         if engine.owned is not None and engine.owned.steps is not None:
@@ -220,7 +220,7 @@ def collect(
             alone = unreduced or held.per_rank or engine.gradients_differ
             add(f"gradient/{held.name}", held, gradients[held.name], alone)
     if compressed is not None:
-        about["compression"] = compression_state.describe(engine, compressed, means, add_share, spoken)
+        about["compression"] = compression_state.describe(engine, compressed, means, add_share, part_tensors)
         copied |= {name: digest for mean in means.values() for name, digest in mean.compared.items()}
     for name in _STATEFUL:
         if stateful.get(name) is not None:
@@ -231,30 +231,30 @@ def collect(
         about["averager"] = json_encoding.encode(state_of_averager, "averager", first)
     about["extra"] = json_encoding.encode(extra, "extra", of_extra)
     if engine.comm.rank == 0:
-        kept = {**spoken, **({**first, **of_extra} if engine.join.number == 0 else {})}
-        pieces += [_whole(name, values) for name, values in kept.items()]
+        tensors_to_write = {**part_tensors, **({**first, **of_extra} if engine.join.number == 0 else {})}
+        pieces += [_whole_piece(name, values) for name, values in tensors_to_write.items()]
     if random:
-        own["random"] = json_encoding.encode(random_states.capture(), f"{own_prefix}/random", mine)
+        own["random"] = json_encoding.encode(random_states.capture(), f"{own_prefix}/random", rank_tensors)
     if hook is not None:
-        own["hook"] = json_encoding.encode(state_of_hook, f"{own_prefix}/hook", mine)
-    pieces += [_whole(name, values) for name, values in mine.items()]
+        own["hook"] = json_encoding.encode(state_of_hook, f"{own_prefix}/hook", rank_tensors)
+    pieces += [_whole_piece(name, values) for name, values in rank_tensors.items()]
     for piece in pieces:
         code_of(piece.dtype, piece.name)  # before anything is written
     return Collected(pieces, about, own, shared, copied, buffers, first, extra_states, uncut)
 
 
-def _whole(name: str, values: torch.Tensor) -> Piece:
-    return Piece(name, cuts.whole(tuple(values.shape)), values.dtype, 0, values.numel(), lambda: values)
+def _whole_piece(name: str, values: torch.Tensor) -> PieceToWrite:
+    return PieceToWrite(name, cuts.whole(tuple(values.shape)), values.dtype, 0, values.numel(), lambda: values)
 
 
-def common_states(found: Collected, speaks: bool, buffers: bool) -> dict[str, str]:
+def common_states(found: Collected, writes_states: bool, buffers: bool) -> dict[str, str]:
     """Returns checksums of what only one of joined parts writes, and which so has to be the same in all that have it.
 
-    speaks: this rank is the first of its part, whose tensors and extra states are kept.
+    writes_states: this rank is the first of its part, whose tensors and extra states are kept.
     buffers: compare them too.
     """
     sums = _sums_of_json(found.about)
-    if speaks:
+    if writes_states:
         sums |= {f"tensor {name}": _sum(values) for name, values in found.first.items()}
         for name, (state, inside) in found.extra_states.items():
             tensors = [_sum(values) for values in inside.values()]
@@ -271,20 +271,20 @@ def _sum(values: torch.Tensor) -> str:
 def _sums_of_json(about: Mapping[str, Any]) -> dict[str, str]:
     """Returns checksums of the states that stand in the index."""
     found = {name: about.get(name) for name in (*_STATEFUL, "averager")}
-    found["compression"] = compression_state.common(about)
+    found["compression"] = compression_state.values_that_must_agree(about)
     optimizer = about.get("optimizer", {"class": None, "groups": ()})
     found |= {"optimizer": [optimizer["class"], [group["settings"] for group in optimizer["groups"]]]}
     return {name: checksum(json.dumps(value, sort_keys=True).encode()) for name, value in found.items()}
 
 
-def joined(of: Join, abouts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def join_descriptions(of: JoinedParts, abouts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Puts the descriptions of parts that join together. abouts: of all parts, by number."""
     about = dict(abouts[0])
     extra = {name: state for each in abouts for name, state in each["model"]["extra_state"].items()}
     names = {"parameters": of.parameters, "buffers": of.buffers, "tied": of.tied}
     about["model"] = {**about["model"], **names, "extra_state": extra}
     if "compression" in about:
-        about["compression"] = compression_state.joined(abouts)
+        about["compression"] = compression_state.join_descriptions(abouts)
     if "optimizer" in about:
         groups = zip(about["optimizer"]["groups"], of.groups, strict=True)
         about["optimizer"] = {
@@ -302,10 +302,10 @@ def state_of(name: str, stateful: Any) -> Any:
     return stateful.state_dict()
 
 
-def _optimizer(
+def _describe_optimizer(
     engine: Engine,
     add: Callable[[str, HeldTensor, torch.Tensor, bool], None],
-    spoken: dict[str, torch.Tensor],
+    part_tensors: dict[str, torch.Tensor],
     first: dict[str, torch.Tensor],
 ) -> tuple[dict[str, Any], str | None]:
     """Describes the optimizer: groups with the parameters' names, and the states of each parameter.
@@ -323,7 +323,7 @@ def _optimizer(
     part = f"part{engine.join.number}." if engine.join.number else ""
     kept, cut = _kept_states(engine)
     for held, entry in kept:
-        speaks = engine.join.speakers[held.name] == engine.join.number
+        writes_states = engine.join.state_writers[held.name] == engine.join.number
         entries: dict[str, Any] = {}
         for key, value in entry.items():
             if not isinstance(key, str) or "/" in key:
@@ -332,10 +332,10 @@ def _optimizer(
                 add(f"optimizer/{key}/{held.name}", held, value.detach(), held.per_rank)
                 entries[key] = SLICES
                 continue
-            if torch.is_tensor(value) and value.dim() and engine.lacks_wholes(held):
+            if torch.is_tensor(value) and value.dim() and engine.steps_on_part(held):
                 uncut = uncut or f"{key} of {held.name} is not cut as its parameter is"
-            entries[key] = json_encoding.encode(value, f"{part}optimizer.{key}", spoken if speaks else {})
-        if speaks:
+            entries[key] = json_encoding.encode(value, f"{part}optimizer.{key}", part_tensors if writes_states else {})
+        if writes_states:
             state[held.name] = entries
     return {"class": engine.optimizer_class, "groups": groups, "state": state}, uncut
 
@@ -347,7 +347,7 @@ def _kept_states(engine: Engine) -> tuple[list[tuple[HeldTensor, dict[str, Any]]
     return kept, elementwise((cast(torch.Tensor, held.key).shape, entry) for held, entry in kept)
 
 
-def _states_of_the_rank(engine: Engine, where: str, mine: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _states_of_the_rank(engine: Engine, where: str, rank_tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Describes the states of another shape than their parameter, where the ranks' values differ."""
     found: dict[str, Any] = {}
     if not any(held.per_rank for held in engine.parameters):
@@ -356,7 +356,7 @@ def _states_of_the_rank(engine: Engine, where: str, mine: dict[str, torch.Tensor
     for held, entry in kept:
         others = {key: value for key, value in entry.items() if not _is_cut(held, key, value, cut)}
         if held.per_rank and others:
-            found[held.name] = {k: json_encoding.encode(v, f"{where}.{k}", mine) for k, v in others.items()}
+            found[held.name] = {k: json_encoding.encode(v, f"{where}.{k}", rank_tensors) for k, v in others.items()}
     return found
 
 

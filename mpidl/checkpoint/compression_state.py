@@ -29,7 +29,7 @@ from . import cuts, json_encoding
 from .engine import Engine
 from .held_tensor import HeldTensor, Share
 from .index import Index
-from .joining import divided
+from .joining import share_range
 from .tensorfile import blocks_of, checksum
 
 Add = Callable[[str, Share, torch.Tensor, int], None]
@@ -52,7 +52,7 @@ class KeptMean:
     compared: Mapping[str, torch.Tensor]
 
 
-def kept_means(engine: Engine) -> dict[str, KeptMean]:
+def written_means(engine: Engine) -> dict[str, KeptMean]:
     """Makes the means over all ranks of the engine, bucket by bucket, and keeps what this rank writes. Collective.
 
     Means are those over all ranks of the engine, also where each node reduces gradients by itself (DiLoCo).
@@ -86,7 +86,7 @@ def _shapes(tensors: Mapping[tuple[str, str], torch.Tensor]) -> dict[tuple[str, 
 
 def _kept(engine: Engine, held: HeldTensor, arrays: Sequence[str], rows: Sequence[torch.Tensor]) -> KeptMean:
     """Copies what this rank writes of a parameter's means."""
-    whole = replace(held, start=0, stop=cuts.count(held.cut), per_rank=False)
+    whole = replace(held, start=0, stop=cuts.element_count(held.cut), per_rank=False)
     rank, size = engine.comm.rank, engine.comm.size
     writes = engine.join.shares(held.name, rank, size) if held.per_rank else held.writes  # there is one mean
 
@@ -94,7 +94,7 @@ def _kept(engine: Engine, held: HeldTensor, arrays: Sequence[str], rows: Sequenc
         return [(share, whole.elements(share, mean).to("cpu", copy=True)) for share in shares]
 
     compared = {}
-    other = engine.copied(whole, False)
+    other = engine.comparison_label(whole, False)
     if other is not None:
         compared[f"remainder/{held.name}{other}"] = _digest(rows[0])
     own = _own_share(held.cut, rank, size, engine.join.turns[held.name]) if _keeps_states(engine, held) else []
@@ -107,7 +107,7 @@ def _kept(engine: Engine, held: HeldTensor, arrays: Sequence[str], rows: Sequenc
 
 def _own_share(cut: Cut, rank: int, size: int, turn: int) -> list[Share]:
     """Returns what a rank writes of a tensor that each part writes by itself; of a small one in turn all or nothing."""
-    start, stop = divided(cuts.count(cut), rank, size, turn)
+    start, stop = share_range(cuts.element_count(cut), rank, size, turn)
     return [Share(cut, start, stop)] if stop > start else []
 
 
@@ -148,7 +148,7 @@ def describe(
     return {**about, "remainders": names, "states": states}
 
 
-def joined(abouts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def join_descriptions(abouts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Puts the descriptions of parts that join together."""
     every = [about["compression"] for about in abouts]
     names = dict.fromkeys(name for each in every for name in each["remainders"])
@@ -156,7 +156,7 @@ def joined(abouts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**every[0], "remainders": [*names], "states": states}
 
 
-def common(about: Mapping[str, Any]) -> Any:
+def values_that_must_agree(about: Mapping[str, Any]) -> Any:
     """Returns what has to be the same in parts that join."""
     kept = about.get("compression")
     return None if kept is None else (kept["method"], kept["steps"], kept["in_step"])
@@ -207,7 +207,7 @@ class KeptCompression:
             engine.compressed.rescale(factor)
 
 
-def plan(engine: Engine, index: Index) -> KeptCompression:
+def match_compression(engine: Engine, index: Index) -> KeptCompression:
     """Compares what was saved with the compression here; changes nothing. Raises CheckpointError for damage."""
     about, here = index.about.get("compression"), engine.compressed
     found = KeptCompression()
@@ -232,7 +232,7 @@ def plan(engine: Engine, index: Index) -> KeptCompression:
             rows = torch.zeros(1 + len(here.compressor.arrays), *part.part_shape, dtype=torch.float32)
             found.parts[held.name] = part, rows
             own = _narrowed(held.cut, part)
-            found.held[held.name] = replace(held, cut=own, start=0, stop=cuts.count(own))
+            found.held[held.name] = replace(held, cut=own, start=0, stop=cuts.element_count(own))
             found.targets[held.name] = rows[0]
     name = here.compressor.name
     if about["method"] == name:

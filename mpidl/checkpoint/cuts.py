@@ -34,12 +34,12 @@ def whole(shape: tuple[int, ...]) -> Cut:
     return Cut(shape, tuple(((0, size),) for size in shape))
 
 
-def count(cut: Cut) -> int:
+def element_count(cut: Cut) -> int:
     """Number of elements of a cut."""
     return math.prod(cut.part_shape)
 
 
-def invalid(cut: Cut) -> str | None:
+def problem_of(cut: Cut) -> str | None:
     """Explains the first runs of a cut that are none, or overlap; None if all are sound."""
     if len(cut.runs) != len(cut.shape):
         return f"has runs of {len(cut.runs)} dimensions, and the shape {cut.shape}"
@@ -52,7 +52,7 @@ def invalid(cut: Cut) -> str | None:
     return None
 
 
-def plain(cut: Cut) -> Cut:
+def normalised_cut(cut: Cut) -> Cut:
     """Returns the same cut without empty runs, and with runs joined that follow one another."""
     joined = []
     for runs in cut.runs:
@@ -67,7 +67,7 @@ def plain(cut: Cut) -> Cut:
     return whole(made.shape) if all(r == ((0, n),) or n == 0 for r, n in zip(joined, made.shape, strict=True)) else made
 
 
-def common(one: Cut, other: Cut, low: int, high: int) -> Iterator[tuple[Any, Any, Any]]:
+def common_runs(one: Cut, other: Cut, low: int, high: int) -> Iterator[tuple[Any, Any, Any]]:
     """Yields the elements low..high of the flattened `one` that `other` holds too, as runs of elements.
 
     Three arrays at a time: where the runs begin in the flattened `one`, where in `other`, and their lengths; ascending
@@ -109,17 +109,17 @@ def common(one: Cut, other: Cut, low: int, high: int) -> Iterator[tuple[Any, Any
 
 def _in_common(one: Runs, other: Runs) -> Any:
     """Returns rows of (place in the first, place in the second, length), ascending in the first, joined if they can."""
-    return (_remembered if len(one) + len(other) <= _FEW else _compared)(one, other)
+    return (_intersect_runs_cached if len(one) + len(other) <= _FEW else _intersect_runs)(one, other)
 
 
-def _compared(one: Runs, other: Runs) -> Any:
+def _intersect_runs(one: Runs, other: Runs) -> Any:
     a, b = _table(one), _table(other)
     b = b[np.argsort(b[:, 0], kind="stable")]
     first = np.searchsorted(b[:, 1], a[:, 0], "right")
     number = np.maximum(np.searchsorted(b[:, 0], a[:, 1], "left") - first, 0)
-    mine = np.repeat(np.arange(len(a)), number)
-    theirs = np.arange(len(mine)) - np.repeat(np.cumsum(number) - number, number) + np.repeat(first, number)
-    a, b = a[mine], b[theirs]
+    own_index = np.repeat(np.arange(len(a)), number)
+    other_index = np.arange(len(own_index)) - np.repeat(np.cumsum(number) - number, number) + np.repeat(first, number)
+    a, b = a[own_index], b[other_index]
     start, stop = np.maximum(a[:, 0], b[:, 0]), np.minimum(a[:, 1], b[:, 1])
     found = np.stack([a[:, 2] + start - a[:, 0], b[:, 2] + start - b[:, 0], stop - start], 1)
     goes_on = (found[1:, :2] == found[:-1, :2] + found[:-1, 2:]).all(1)
@@ -128,7 +128,8 @@ def _compared(one: Runs, other: Runs) -> Any:
     return np.stack([found[begins, 0], found[begins, 1], lengths], 1)
 
 
-_remembered = lru_cache(maxsize=4096)(_compared)  # layers have the same runs, and states those of their parameters
+# Layers have the same runs, and states those of their parameters.
+_intersect_runs_cached = lru_cache(maxsize=4096)(_intersect_runs)
 
 
 def _table(runs: Runs) -> Any:
@@ -170,14 +171,14 @@ def without(cut: Cut, other: Cut) -> list[Cut]:
     """Returns cuts that together are what `cut` holds and `other` does not, in the order of `cut`."""
     if any(not len(_in_common(*runs)) for runs in zip(cut.runs, other.runs, strict=True)):
         return [cut]
-    left = []
+    remaining = []
     runs = list(cut.runs)
-    for dim, theirs in enumerate(other.runs):
-        both, alone = _divided(runs[dim], theirs)
-        if alone:
-            left.append(Cut(cut.shape, (*runs[:dim], alone, *runs[dim + 1 :])))
-        runs[dim] = both
-    return left
+    for dim, other_runs in enumerate(other.runs):
+        in_both, in_one = _divided(runs[dim], other_runs)
+        if in_one:
+            remaining.append(Cut(cut.shape, (*runs[:dim], in_one, *runs[dim + 1 :])))
+        runs[dim] = in_both
+    return remaining
 
 
 def _divided(runs: Runs, by: Runs) -> tuple[Runs, Runs]:
@@ -185,37 +186,37 @@ def _divided(runs: Runs, by: Runs) -> tuple[Runs, Runs]:
     edges = np.unique(np.array(by, np.int64))
     ordered = _table(by)
     ordered = ordered[np.argsort(ordered[:, 0])]
-    both: list[Run] = []
-    alone: list[Run] = []
+    in_both: list[Run] = []
+    in_one: list[Run] = []
     for start, stop in runs:
         inside = edges[(edges > start) & (edges < stop)].tolist()
         for first, last in pairwise([start, *inside, stop]):
             number = int(np.searchsorted(ordered[:, 0], first, "right")) - 1
-            (both if number >= 0 and first < ordered[number, 1] else alone).append((first, last))
+            (in_both if number >= 0 and first < ordered[number, 1] else in_one).append((first, last))
     shape = (max(stop for _, stop in runs),)
-    return plain(Cut(shape, (tuple(both),))).runs[0], plain(Cut(shape, (tuple(alone),))).runs[0]
+    return normalised_cut(Cut(shape, (tuple(in_both),))).runs[0], normalised_cut(Cut(shape, (tuple(in_one),))).runs[0]
 
 
-def misfit(shape: tuple[int, ...], cuts: Sequence[Cut]) -> str | None:
+def coverage_problem(shape: tuple[int, ...], cuts: Sequence[Cut]) -> str | None:
     """Explains why cuts, each sound, do not cover a tensor exactly once; None if they do.
 
     The edges of all cuts divide the tensor into cells, of which no two cuts may have the same.
     """
-    held, size = sum(map(count, cuts)), math.prod(shape)
+    held, size = sum(map(element_count, cuts)), math.prod(shape)
     tables = [[_table(cut.runs[dim]) for cut in cuts] for dim in range(len(shape))]
     edges = [np.unique(np.concatenate([table[:, :2].ravel() for table in of_dim])) for of_dim in tables]
     dims = [dim for dim, edge in enumerate(edges) if len(edge) > 2]
     cells = [len(edges[dim]) - 1 for dim in dims]
     if math.prod(cells) > MOST_CELLS:
         return f"is cut into more than {MOST_CELLS} pieces"
-    taken = np.zeros(cells, np.bool_)
+    covered = np.zeros(cells, np.bool_)
     for number in range(len(cuts)):
         inside = []
         for dim in dims:
             spans = np.searchsorted(edges[dim], tables[dim][number][:, :2])
             inside.append(_expanded(np.stack([spans[:, 0], spans[:, 0], spans[:, 1] - spans[:, 0]], 1))[0])
         at = np.ix_(*inside)
-        if taken[at].any():
+        if covered[at].any():
             return "has cuts that overlap"
-        taken[at] = True
+        covered[at] = True
     return None if held == size else f"has cuts of {held} of its {size} elements"

@@ -44,11 +44,11 @@ def hold(folder: Path) -> None:
     with _HELD_LOCK:
         if path in _HELD:
             descriptor = _HELD[path]
-            if descriptor is None or _stands(path, descriptor):
+            if descriptor is None or _is_current_file(path, descriptor):
                 return
             del _HELD[path]  # the file, or the whole directory, was removed
             os.close(descriptor)
-        _HELD[path] = _taken(path)
+        _HELD[path] = _lock_file(path)
 
 
 def release(folder: Path | None = None) -> None:
@@ -57,13 +57,13 @@ def release(folder: Path | None = None) -> None:
         for path in [*_HELD] if folder is None else [folder.resolve() / NAME]:
             descriptor = _HELD.pop(path, None)
             if descriptor is not None:
-                if _stands(path, descriptor):
+                if _is_current_file(path, descriptor):
                     with contextlib.suppress(OSError):
                         path.unlink()  # before the lock is: it would be another's
                 os.close(descriptor)
 
 
-def is_another_s(folder: Path) -> bool:
+def is_held_elsewhere(folder: Path) -> bool:
     """Returns True if another process holds the directory. Removes the lock file of one that was killed."""
     path = folder.resolve() / NAME
     if path in _HELD:
@@ -74,7 +74,7 @@ def is_another_s(folder: Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _stands(path, descriptor):
+        if _is_current_file(path, descriptor):
             path.unlink()
     except OSError as error:
         return isinstance(error, BlockingIOError)
@@ -83,7 +83,7 @@ def is_another_s(folder: Path) -> bool:
     return False
 
 
-def _taken(path: Path) -> int | None:
+def _lock_file(path: Path) -> int | None:
     """Locks the file and returns its descriptor; None where there are no locks. Raises CheckpointError."""
     deadline = time.monotonic() + LOCK_TIMEOUT
     while True:
@@ -91,7 +91,7 @@ def _taken(path: Path) -> int | None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            said = os.pread(descriptor, 500, 0).decode(errors="replace").split()
+            holder_text = os.pread(descriptor, 500, 0).decode(errors="replace").split()
             os.close(descriptor)
             if error.errno in _NO_LOCKS:
                 with contextlib.suppress(OSError):
@@ -106,29 +106,29 @@ def _taken(path: Path) -> int | None:
             if not isinstance(error, BlockingIOError):
                 raise
             if time.monotonic() > deadline:
-                holder = " ".join(said) or "another process"
+                holder = " ".join(holder_text) or "another process"
                 raise CheckpointError(
                     f"{path.parent}: {holder} saves its checkpoints there, and two jobs would remove each other's; "
                     f"save elsewhere, or end it ({path} is its lock)"
                 ) from None
             time.sleep(_PAUSE)
             continue
-        if _stands(path, descriptor):
+        if _is_current_file(path, descriptor):
             with contextlib.suppress(OSError):  # on a full disk: then it has no name
                 os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"{_self()}\n".encode(), 0)
+                os.pwrite(descriptor, f"{_process_in_words()}\n".encode(), 0)
             return descriptor
         os.close(descriptor)  # the one before has taken it away meanwhile
 
 
-def _stands(path: Path, descriptor: int) -> bool:
+def _is_current_file(path: Path, descriptor: int) -> bool:
     """Returns True while the path is still that of the open file."""
     with contextlib.suppress(OSError):
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     return False
 
 
-def _self() -> str:
+def _process_in_words() -> str:
     """Names this process for an error in another one."""
     job = next((f" of job {os.environ[name]}" for name in _SCHEDULERS if os.environ.get(name)), "")
     return f"process {os.getpid()} on {platform.node()}{job}"

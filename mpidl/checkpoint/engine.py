@@ -36,7 +36,7 @@ from ..trained_by import trainer_of_model
 from ..zero import ZeroOptimizer
 from . import cuts
 from .held_tensor import HeldTensor, inside
-from .joining import Declared, Join, PartContent, join
+from .joining import DeclaredTensor, JoinedParts, PartContent, join_model_parts
 from .parts import ModelPart, group_of, group_with, part_of
 
 
@@ -98,14 +98,14 @@ class Engine:
         # After the warm-up of post-local SGD the ranks' weights differ between the averagings.
         averager = self.averager
         local_steps = -1 if averager is None else averager.steps - getattr(averager, "warmup_steps", 0)
-        self.weights_per_rank = local_steps > 0
+        self.has_weights_per_rank = local_steps > 0
         self.gradients_differ = local_steps >= 0  # those of the step under way, which is a local one
         self._check_values()
         self.names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         self.tied = _tied(self.model)
         self.extra_states = _extra_states(self.model)
         self._check_optimizer()
-        self.join: Join
+        self.join: JoinedParts
         self.parameters: list[HeldTensor] = []
         self.buffers: list[HeldTensor] = []
 
@@ -113,28 +113,32 @@ class Engine:
         """Finds out how the parts of the model join to the whole one, and returns the engine. Collective."""
         sizes = dict(zip(self.part.sizes, self.part.coordinates, strict=True))
         if not sizes:
-            self._hold(run_everywhere(self.whole, lambda: join([self._content(sizes, self._declared)], 0)))
+            self._set_join(
+                run_everywhere(self.all_ranks, lambda: join_model_parts([self._content(sizes, self._declared)], 0))
+            )
             return self
-        content = run_everywhere(self.whole, lambda: self._content(sizes, self._declared))
-        everyone = all_gather_object(self.whole, (self.part.number, content if self.comm.rank == 0 else None))
+        content = run_everywhere(self.all_ranks, lambda: self._content(sizes, self._declared))
+        everyone = all_gather_object(self.all_ranks, (self.part.number, content if self.comm.rank == 0 else None))
         by_number = {number: one for number, one in everyone if one is not None}
         self.part = replace(self.part, joined=True)
-        self._hold(join([by_number[number] for number in sorted(by_number)], self.part.number))
+        self._set_join(join_model_parts([by_number[number] for number in sorted(by_number)], self.part.number))
         return self
 
     def hold_separately(self, reason: str | None = None) -> None:
         """Treats this rank's part as a model of its own. reason: why the parts do not join, for the index."""
         reason = reason or self.join.reason
         self.part = replace(self.part, joined=False)
-        self._hold(join([self._content({}, _as_whole)], 0))
+        self._set_join(join_model_parts([self._content({}, _as_whole)], 0))
         self.join.reason = reason
 
-    def _hold(self, found: Join) -> None:
+    def _set_join(self, found: JoinedParts) -> None:
         self.join = found
         if found.reason is None:
             self.parameters, self.buffers = list(self._parameters()), list(self._buffers())
 
-    def _content(self, coordinates: dict[str, int], declared: Callable[[str, torch.Tensor], Declared]) -> PartContent:
+    def _content(
+        self, coordinates: dict[str, int], declared: Callable[[str, torch.Tensor], DeclaredTensor]
+    ) -> PartContent:
         """Lists what the part holds."""
         values = {name: p for p, name in self.names.items()}
         if self.owned is not None:
@@ -145,16 +149,16 @@ class Engine:
         names = [[self.names[p] for p in group["params"]] for group in groups]
         return PartContent(coordinates, parameters, buffers, self.tied, [*self.extra_states], names)
 
-    def _declared(self, name: str, tensor: torch.Tensor) -> Declared:
+    def _declared(self, name: str, tensor: torch.Tensor) -> DeclaredTensor:
         found, dtype = placement(tensor), tensor.dtype
         if found.cut is None:
-            return Declared(cuts.whole(tuple(tensor.shape)), dtype, found.axes, found.counted)
-        problem = cuts.invalid(found.cut)
+            return DeclaredTensor(cuts.whole(tuple(tensor.shape)), dtype, found.axes, found.counted)
+        problem = cuts.problem_of(found.cut)
         if problem is None and found.cut.part_shape != tuple(tensor.shape):
             problem = f"is of a part of shape {found.cut.part_shape}, and it has {tuple(tensor.shape)}"
         if problem is not None:
             raise ConfigurationError(f"place: cut: {name} {problem}")
-        return Declared(cuts.plain(found.cut), dtype, found.axes, found.counted, stated=True)
+        return DeclaredTensor(cuts.normalised_cut(found.cut), dtype, found.axes, found.counted, stated=True)
 
     @property
     def compressed(self) -> CompressedReduction | None:
@@ -164,9 +168,9 @@ class Engine:
         return None if self.ddp is None else self.ddp.compressed
 
     @property
-    def whole(self) -> Communicator:
+    def all_ranks(self) -> Communicator:
         """Communicator of the ranks of all parts of the model: `comm`, unless parts lie over other axes of a mesh."""
-        return self.part.whole
+        return self.part.all_ranks
 
     @property
     def optimizer_type(self) -> type[torch.optim.Optimizer]:
@@ -188,11 +192,11 @@ class Engine:
             if p in own:
                 part = own[p]
                 writes = [*inside(alone, cut, part.start, part.stop)] if part.writes else []
-                if cuts.count(cut) == 0:
+                if cuts.element_count(cut) == 0:
                     writes = alone if rank == 0 else []
                 yield HeldTensor(name, cut, part.values.detach(), part.start, part.stop, writes, writes, part.values, p)
                 continue
-            per_rank = size > 1 and (self.weights_per_rank or name in ignored)
+            per_rank = size > 1 and (self.has_weights_per_rank or name in ignored)
             writes = alone if per_rank else self.join.shares(name, rank, size)
             shared = not per_rank and size > 1
             yield HeldTensor(name, cut, p.detach(), 0, p.numel(), writes, alone, p, p, per_rank, shared)
@@ -202,7 +206,7 @@ class Engine:
         ignored = frozenset() if self.ddp is None else self.ddp.parameters_to_ignore
         for name, b in self._kept_buffers():
             unlike = self.ddp is not None and (name in ignored or not self.ddp.broadcast_buffers)
-            per_rank = self.comm.size > 1 and (self.weights_per_rank or unlike)
+            per_rank = self.comm.size > 1 and (self.has_weights_per_rank or unlike)
             alone = self.join.shares(name)
             writes = alone if per_rank or self.comm.rank == 0 else []
             yield HeldTensor(name, self._cut(name), b.detach(), 0, b.numel(), writes, alone, per_rank=per_rank)
@@ -230,11 +234,11 @@ class Engine:
             if tensor.is_meta and tensor not in own:
                 raise ConfigurationError(f"model: {name} is on the meta device, where it has no values")
 
-    def lacks_wholes(self, held: HeldTensor) -> bool:
+    def steps_on_part(self, held: HeldTensor) -> bool:
         """Returns True if the optimizer steps on a part of a parameter as it is; ZeRO's keeps states of the whole."""
         return self.owned is None and held.cut != cuts.whole(held.shape)
 
-    def copied(self, held: HeldTensor, per_rank: bool) -> str | None:
+    def comparison_label(self, held: HeldTensor, per_rank: bool) -> str | None:
         """Names the elements that this rank has to compare with those of other parts; None if no other holds them.
 
         Of equal replicas only the first rank compares; the replicas are compared with each other elsewhere.
@@ -244,7 +248,7 @@ class Engine:
         if len(same) < 2 or not (slices or per_rank or self.comm.rank == 0):
             return None
         of = "" if len(same) == len(self.join.contents) else f" of parts {', '.join(map(str, same))}"
-        complete = held.stop - held.start == cuts.count(held.cut)
+        complete = held.stop - held.start == cuts.element_count(held.cut)
         return of if complete else f"{of} from {held.start} to {held.stop}"
 
     def check_writable(self) -> None:
@@ -282,7 +286,7 @@ class Engine:
         if shared:  # on all ranks or on none
             self.part.everywhere(lambda: compare(self.comm, shared, False))
         if self.part.joined:
-            compare(self.whole, copied or {}, True)
+            compare(self.all_ranks, copied or {}, True)
 
     def writing(self, unpublished: Collection[str] = ()) -> AbstractContextManager[None]:
         """Context in which tensors are filled; at its end the engine spreads the new values. Collective.
@@ -336,7 +340,7 @@ class Engine:
             self.ddp.accumulated_under_no_sync = {p for p, name in self.names.items() if name in restored}
         return found
 
-    def hook_state(self) -> Any:
+    def saved_hook(self) -> Any:
         """Returns the state of the communication hook, or the hook itself, if it can be saved; else None.
 
         None with `compress=`, whose state does not belong to a rank.
@@ -349,10 +353,10 @@ class Engine:
         return None
 
     @property
-    def hook_lost(self) -> str:
+    def unsaved_hook_type(self) -> str:
         """Type of a hook's state that cannot be saved, in words; empty if there is none."""
         state, *_ = self._hook()
-        kept = state is None or isinstance(state, Communicator | OneBitOptimizer) or self.hook_state() is not None
+        kept = state is None or isinstance(state, Communicator | OneBitOptimizer) or self.saved_hook() is not None
         return "" if kept else f"a {type(state).__name__}"
 
     def _hook(self) -> tuple[Any, Any, Any]:
@@ -432,5 +436,5 @@ def _persistent(model: torch.nn.Module) -> set[str]:
     }
 
 
-def _as_whole(name: str, tensor: torch.Tensor) -> Declared:
-    return Declared(cuts.whole(tuple(tensor.shape)), tensor.dtype)
+def _as_whole(name: str, tensor: torch.Tensor) -> DeclaredTensor:
+    return DeclaredTensor(cuts.whole(tuple(tensor.shape)), tensor.dtype)

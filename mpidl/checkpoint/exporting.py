@@ -37,13 +37,13 @@ from ..weight_files import INDEX, SINGLE
 from . import cuts, folder, index
 from .engine import engine_of
 from .held_tensor import Share
-from .index import Entry
+from .index import TensorEntry
 from .json_checks import mapping
 from .parts import refuse_parts
-from .reading import Reader
+from .reading import CheckpointReader
 from .saving import wait
 from .schema import BLOCK, LONGEST_INDEX
-from .tensorfile import TensorFile, TensorSpan, as_bytes, checksum, header_of, naming, write_all
+from .tensorfile import TensorFile, TensorSpan, as_bytes, checksum, header_of, naming_path, write_all
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -96,18 +96,18 @@ def export_safetensors(
     """
     engine = engine_of(model, optimizer, process_group, mesh, needed="mesh=, so that all of it is exported")
     wait(model)
-    into = run_everywhere(engine.whole, lambda: folder.path_of(path))
+    into = run_everywhere(engine.all_ranks, lambda: folder.path_of(path))
     if engine.join.reason is not None:
         raise ConfigurationError(f"export_safetensors: the parts of the model do not join: {engine.join.reason}")
-    if engine.weights_per_rank and engine.comm.size > 1:
+    if engine.has_weights_per_rank and engine.comm.size > 1:
         raise ConfigurationError("export_safetensors: the ranks' weights differ; call average_parameters() before")
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigurationError(f"dtype: got {dtype}; needs a floating dtype")
     limit = byte_count(max_shard_size)
-    published = run_everywhere(engine.whole, lambda: published_files(engine.model))
+    published = run_everywhere(engine.all_ranks, lambda: published_files(engine.model))
     all_held = [*engine.parameters, *engine.buffers]
     shared = {held.name: held.values for held in all_held if held.shared}
-    labels = {held: engine.copied(held, held.per_rank) for held in engine.parameters}
+    labels = {held: engine.comparison_label(held, held.per_rank) for held in engine.parameters}
     copied = {f"{held.name}{label}": held.values for held, label in labels.items() if label is not None}
     engine.check_replicas(f"{path} was not exported", shared, copied)
 
@@ -117,10 +117,10 @@ def export_safetensors(
                 values = held.values if held.values.is_contiguous() else held.values.contiguous()
                 yield held.name, share, held.elements(share, values).view(-1)
 
-    join = engine.join
-    declared = [(name, join.declared(name)) for name in (*join.parameters, *join.buffers)]
+    parts_joined = engine.join
+    declared = [(name, parts_joined.declared(name)) for name in (*parts_joined.parameters, *parts_joined.buffers)]
     tensors = [(name, _dtype(found.dtype, dtype), found.cut.shape) for name, found in declared]
-    _export(engine.whole, into, tensors, own, limit, published)
+    _export(engine.all_ranks, into, tensors, own, limit, published)
 
 
 def export_checkpoint(
@@ -139,7 +139,7 @@ def export_checkpoint(
     limit = byte_count(max_shard_size)
     content = index.read(folder.path_of(path))
     refuse_parts(content, "an export")
-    with Reader(content) as reader:
+    with CheckpointReader(content) as reader:
         about = content.about["model"]
         names = [*about["parameters"], *about["buffers"]]
         sources = {name: f"model/{name}" for name in names if f"model/{name}" in content.tensors}
@@ -159,9 +159,9 @@ def export_checkpoint(
         entries = {name: content.tensors[source] for name, source in sources.items()}
         tensors = [(name, _dtype(e.dtype, dtype), e.shape) for name, e in entries.items()]
         if config is None:
-            published = _checked(about.get("published", {}), content.path)
+            published = _checked_settings(about.get("published", {}), content.path)
         else:
-            published = _checked(_settings_in(folder.path_of(config)), folder.path_of(config))
+            published = _checked_settings(_settings_in(folder.path_of(config)), folder.path_of(config))
         _export(None, folder.path_of(into), tensors, own, limit, published)
 
 
@@ -176,7 +176,7 @@ def _settings_in(path: Path) -> dict[str, str]:
     return found
 
 
-def _checked(published: Mapping[str, str], path: Path) -> Mapping[str, str]:
+def _checked_settings(published: Mapping[str, str], path: Path) -> Mapping[str, str]:
     """Returns the texts. Raises CheckpointError unless each is a JSON object. path: where they are from."""
     for name, text in published.items():
         try:
@@ -208,49 +208,49 @@ def _export(
     shapes = {name: shape for name, _, shape in tensors}
     floating = next((dtype for _, dtype, _ in tensors if dtype.is_floating_point), torch.float32)
     settings = {name: with_dtype(text, floating) if name == CONFIG else text for name, text in published.items()}
-    first = (lambda action: on_rank_0(comm, action)) if comm is not None else _alone
-    all_ = (lambda action: run_everywhere(comm, action)) if comm is not None else _alone
-    former = first(lambda: _former(path, shapes, published))
+    on_first = (lambda action: on_rank_0(comm, action)) if comm is not None else _in_one_process
+    on_all = (lambda action: run_everywhere(comm, action)) if comm is not None else _in_one_process
+    former = on_first(lambda: _earlier_weight_files(path, shapes, published))
     unfinished = {_temporary(path, file) for file in files}
     TEMP_PATHS.update(unfinished)
     try:
-        first(lambda: _create(path, files))
-        all_(lambda: _write(path, files, own()))
-        first(lambda: _finish(path, files, settings, former))
+        on_first(lambda: _create(path, files))
+        on_all(lambda: _write(path, files, own()))
+        on_first(lambda: _finish(path, files, settings, former))
     except CheckpointError:
-        first(lambda: _forget(path, files))
+        on_first(lambda: _remove_unfinished(path, files))
         raise
     except BaseException:  # of this process alone, such as an interrupt
-        _forget(path, files)
+        _remove_unfinished(path, files)
         raise
     finally:
         TEMP_PATHS.difference_update(unfinished)
 
 
-def _alone(action: Callable[[], Any]) -> Any:
+def _in_one_process(action: Callable[[], Any]) -> Any:
     try:
         return action()
     except OSError as error:
         raise CheckpointError(f"{error.filename}: {error.strerror}") from error
 
 
-def _former(path: Path, shapes: Mapping[str, tuple[int, ...]], published: Mapping[str, str]) -> list[str]:
+def _earlier_weight_files(path: Path, shapes: Mapping[str, tuple[int, ...]], published: Mapping[str, str]) -> list[str]:
     """Lists the weight files of an earlier export of these tensors, of any dtypes and number of files.
 
     Raises CheckpointError for files of another model, which would be overwritten or mistaken for new ones.
     """
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for there in sorted(path.iterdir()):
+        for file in sorted(path.iterdir()):
             try:
-                ours = _is_ours(there, shapes, published)
+                ours = _is_ours(file, shapes, published)
             except Exception:  # whatever stands in it
                 ours = False
             if not ours:
                 raise CheckpointError(
-                    f"{there}: is not of an earlier export of this model, and nothing was exported; export to another "
+                    f"{file}: is not of an earlier export of this model, and nothing was exported; export to another "
                     "directory, or remove it"
                 )
-        return [there.name for there in path.iterdir() if _WEIGHTS.fullmatch(there.name)]
+        return [file.name for file in path.iterdir() if _WEIGHTS.fullmatch(file.name)]
     return []
 
 
@@ -280,7 +280,7 @@ def _lay_out(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], limit:
     groups: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = [[]]
     size = 0
     for tensor in tensors:
-        own = tensor[1].itemsize * Entry(tensor[1], tensor[2]).count
+        own = tensor[1].itemsize * TensorEntry(tensor[1], tensor[2]).count
         if groups[-1] and size + own > limit:
             groups.append([])
             size = 0
@@ -309,7 +309,7 @@ def _create(path: Path, files: Sequence[_File]) -> None:
             f"{path}: the disk is too full: the export takes {needed / 1e6:.1f} MB and {free / 1e6:.1f} MB are free"
         )
     for file in files:
-        with naming(_temporary(path, file)), _temporary(path, file).open("xb", buffering=0) as made:
+        with naming_path(_temporary(path, file)), _temporary(path, file).open("xb", buffering=0) as made:
             write_all(made.fileno(), file.first)
             os.ftruncate(made.fileno(), file.bytes)
 
@@ -321,7 +321,7 @@ def _write(path: Path, files: Sequence[_File], own: Iterable[tuple[str, Share, t
         for name, share, values in own:
             file = where[name]
             temporary, span = _temporary(path, file), file.spans[name]
-            with naming(temporary):
+            with naming_path(temporary):
                 if file.name not in opened:
                     opened[file.name] = stack.enter_context(temporary.open("r+b", buffering=0))
                 descriptor, size = opened[file.name].fileno(), span.dtype.itemsize
@@ -329,13 +329,13 @@ def _write(path: Path, files: Sequence[_File], own: Iterable[tuple[str, Share, t
                 for start in range(0, values.numel(), step):
                     block = as_bytes(values[start : start + step].to(device="cpu", dtype=span.dtype))
                     first = share.start + start
-                    for runs in cuts.common(share.cut, cuts.whole(span.shape), first, first + len(block) // size):
+                    for runs in cuts.common_runs(share.cut, cuts.whole(span.shape), first, first + len(block) // size):
                         for at, to, count in zip(*(array.tolist() for array in runs), strict=True):
                             part = block[(at - first) * size : (at - first + count) * size]
                             write_all(descriptor, part, span.begin + to * size)
         for file in files:
             if file.name in opened:
-                with naming(_temporary(path, file)):
+                with naming_path(_temporary(path, file)):
                     os.fsync(opened[file.name].fileno())
 
 
@@ -361,7 +361,7 @@ def _finish(path: Path, files: Sequence[_File], settings: Mapping[str, str], for
     folder.sync(path)
 
 
-def _forget(path: Path, files: Sequence[_File]) -> None:
+def _remove_unfinished(path: Path, files: Sequence[_File]) -> None:
     for file in files:
         with contextlib.suppress(OSError):
             _temporary(path, file).unlink(missing_ok=True)

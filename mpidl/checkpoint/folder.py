@@ -34,7 +34,7 @@ from ..job.ending import TEMP_PATHS
 from ..regular_files import read_regular, size_of
 from . import directory_lock, index, parts
 from .index import Index
-from .tensorfile import naming
+from .tensorfile import naming_path
 
 LATEST = "latest"
 _LONGEST_NAME = 4096  # bytes
@@ -66,9 +66,9 @@ def write_text(path: Path, text: str) -> None:
     """Writes a temporary file and renames it: readers see the former text or the new one, after an error the former."""
     temporary = temporary_of(path)
     try:
-        with naming(temporary):
+        with naming_path(temporary):
             temporary.unlink(missing_ok=True)  # what an interrupted save has left, or a pipe that would be waited for
-        with naming(temporary), temporary.open("xb") as file:
+        with naming_path(temporary), temporary.open("xb") as file:
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
@@ -115,7 +115,7 @@ def discard(temporary: Path) -> None:
 
     It is renamed first, so that rank 0 cannot commit it while its files are being removed.
     """
-    gone = _out_of_the_way(temporary)
+    gone = _name_for_removal(temporary)
     with contextlib.suppress(OSError):  # it has been committed, or another rank has renamed it
         temporary.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
@@ -126,11 +126,11 @@ def clean(folder: Path) -> None:
 
     A replaced checkpoint whose successor was not finished gets its name back.
     """
-    if directory_lock.is_another_s(folder):
+    if directory_lock.is_held_elsewhere(folder):
         return
-    under_way = {path.absolute() for path in TEMP_PATHS}
+    being_written = {path.absolute() for path in TEMP_PATHS}
     for path in sorted(folder.iterdir()):
-        if not path.suffix or not _LEFT.fullmatch(path.name) or path.absolute() in under_way:
+        if not path.suffix or not _LEFT.fullmatch(path.name) or path.absolute() in being_written:
             continue
         if path.suffix == ".old":
             final = path.with_name(path.stem)
@@ -162,7 +162,7 @@ def _commit(temporary: Path, content: Index, keep_last: int | None) -> Path:
     if final.exists() and _give_second_name(final, former):
         write_text(folder / LATEST, f"{former.name}\n")
         sync(folder)
-        final.rename(_out_of_the_way(former))
+        final.rename(_name_for_removal(former))
     elif final.exists():
         final.rename(former)  # until the next line `latest` names nothing, and `newest` finds the former one
     temporary.rename(final)
@@ -171,7 +171,7 @@ def _commit(temporary: Path, content: Index, keep_last: int | None) -> Path:
     sync(folder)
     if former.exists():
         shutil.rmtree(former, ignore_errors=True)
-    _out_of_the_way(former)
+    _name_for_removal(former)
     if keep_last is not None:
         kept = 0
         for path in by_age(folder):
@@ -179,7 +179,7 @@ def _commit(temporary: Path, content: Index, keep_last: int | None) -> Path:
                 kept += is_complete(path)
                 continue
             with contextlib.suppress(OSError):  # what cannot be removed does no harm to the new one
-                gone = _out_of_the_way(path)
+                gone = _name_for_removal(path)
                 path.rename(gone)
                 shutil.rmtree(gone, ignore_errors=True)
     return final
@@ -187,7 +187,7 @@ def _commit(temporary: Path, content: Index, keep_last: int | None) -> Path:
 
 def _give_second_name(path: Path, other: Path) -> bool:
     """Makes the directory `other` of the same files, complete at once; False where there are no hard links."""
-    making = _out_of_the_way(other)
+    making = _name_for_removal(other)
     try:
         _link_all(path, making)
         making.rename(other)
@@ -208,7 +208,7 @@ def _link_all(path: Path, other: Path) -> None:
     sync(other)
 
 
-def _out_of_the_way(path: Path) -> Path:
+def _name_for_removal(path: Path) -> Path:
     """Returns a free name next to a directory, to rename it to before its removal."""
     gone = path.with_name(f"{path.name}.gone")
     if gone.exists():

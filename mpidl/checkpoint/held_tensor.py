@@ -63,8 +63,8 @@ class HeldTensor:
             if share.stop - share.start == values.numel():
                 return values
             return values.detach().reshape(-1)[share.start - self.start : share.stop - self.start]
-        found = [cuts.places(at, n) for at, _, n in cuts.common(self.cut, share.cut, self.start, self.stop)]
-        first = next(int(to[0]) for _, to, _ in cuts.common(self.cut, share.cut, self.start, self.stop) if len(to))
+        found = [cuts.places(at, n) for at, _, n in cuts.common_runs(self.cut, share.cut, self.start, self.stop)]
+        first = next(int(to[0]) for _, to, _ in cuts.common_runs(self.cut, share.cut, self.start, self.stop) if len(to))
         wanted = torch.from_numpy(np.concatenate(found)[share.start - first : share.stop - first] - self.start)
         return values.detach().reshape(-1)[wanted.to(values.device)]
 
@@ -75,7 +75,9 @@ def inside(shares: Iterable[Share], cut: Cut, start: int, stop: int) -> Iterator
         low, high = start, stop
         if share.cut != cut:
             found = [
-                (int(at[0]), int(at[-1] + n[-1])) for _, at, n in cuts.common(cut, share.cut, start, stop) if len(at)
+                (int(at[0]), int(at[-1] + n[-1]))
+                for _, at, n in cuts.common_runs(cut, share.cut, start, stop)
+                if len(at)
             ]
             low, high = (found[0][0], found[-1][1]) if found else (0, 0)
         low, high = max(low, share.start), min(high, share.stop)

@@ -21,9 +21,9 @@ from ..models.published import published_names
 from ..weight_files import INDEX, SINGLE, names_in
 from . import folder, index
 from .engine import Engine, engine_of
-from .index import Entry, Index
-from .matching import plan
-from .reading import Reader
+from .index import Index, TensorEntry
+from .matching import plan_reads
+from .reading import CheckpointReader
 from .saving import wait
 from .tensorfile import TensorFile
 
@@ -49,15 +49,15 @@ def import_safetensors(
     """
     engine = engine_of(model, optimizer, process_group, mesh, needed="mesh=, so that each part gets its own")
     engine.optimizer = None  # weights alone
-    comm = engine.whole
+    comm = engine.all_ranks
     wait(model)
     if engine.join.reason is not None:
         raise ConfigurationError(f"import_safetensors: the parts of the model do not join: {engine.join.reason}")
     names = rename or published_names(engine.model)
-    with Reader(run_everywhere(comm, lambda: _published(folder.path_of(path), engine, names))) as reader:
-        made = run_everywhere(comm, lambda: plan(engine, reader.index))
+    with CheckpointReader(run_everywhere(comm, lambda: _published(folder.path_of(path), engine, names))) as reader:
+        read_plan = run_everywhere(comm, lambda: plan_reads(engine, reader.index))
         with engine.writing():
-            run_everywhere(comm, lambda: reader.fill(made.requests, engine.forget))
+            run_everywhere(comm, lambda: reader.fill(read_plan.requests, engine.forget))
 
 
 def _files_of(file: Path) -> list[str]:
@@ -82,12 +82,12 @@ def _published(path: Path, engine: Engine, names: Callable[[str], str | None]) -
             for key, span in file.spans.items():
                 own = names(key)
                 if own is not None:
-                    entry = Entry(span.dtype, span.shape)
+                    entry = TensorEntry(span.dtype, span.shape)
                     entry.slices.append(index.StoredSlice(name, key, 0, entry.count, []))
                     content.tensors[f"model/{own}"] = entry
     found = {name.removeprefix("model/") for name in content.tensors}
     twice = {name for name, first in engine.tied.items() if name in found and first in found}
-    with Reader(content) as reader:
+    with CheckpointReader(content) as reader:
         for name in sorted(twice):
             if not torch.equal(reader.tensor(f"model/{name}"), reader.tensor(f"model/{engine.tied[name]}")):
                 raise CheckpointError(f"{path}: {name} differs from {engine.tied[name]}; here they are one tensor")

@@ -54,7 +54,7 @@ class StoredSlice(NamedTuple):
 
 
 @dataclass
-class Entry:
+class TensorEntry:
     """A logical tensor. Its slices cover each of its cuts without a gap, in order, and these cover the tensor."""
 
     dtype: torch.dtype
@@ -86,7 +86,7 @@ class Index:
 
     path: Path
     about: dict[str, Any]
-    tensors: dict[str, Entry]
+    tensors: dict[str, TensorEntry]
     files: dict[str, dict[str, Any]]
 
     @property
@@ -122,7 +122,7 @@ class Index:
         return text
 
 
-def _described(entry: Entry) -> dict[str, Any]:
+def _described(entry: TensorEntry) -> dict[str, Any]:
     """Returns a tensor's entry as JSON."""
     made: dict[str, Any] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape)}
     if entry.cuts:
@@ -132,9 +132,9 @@ def _described(entry: Entry) -> dict[str, Any]:
     return {**made, "slices": [dict(zip(fields, part, strict=False)) for part in entry.slices]}
 
 
-def _entry(described: Mapping[str, Any]) -> Entry:
+def _entry(described: Mapping[str, Any]) -> TensorEntry:
     shape = tuple(described["shape"])
-    made = Entry(DTYPES[described["dtype"]], shape, [StoredSlice(**part) for part in described["slices"]])
+    made = TensorEntry(DTYPES[described["dtype"]], shape, [StoredSlice(**part) for part in described["slices"]])
     made.cuts = [cut_of(shape, runs) for runs in described.get("cuts", ())]
     return made
 
@@ -146,12 +146,12 @@ def cut_of(shape: tuple[int, ...], runs: Sequence[Sequence[Sequence[int]]]) -> C
 
 def merge(path: Path, about: dict[str, Any], parts: list[dict[str, Any]]) -> Index:
     """Makes one index of what each rank has written. Raises CheckpointError if the ranks contradict each other."""
-    found: dict[str, tuple[Entry, dict[Cut, list[StoredSlice]]]] = {}
+    found: dict[str, tuple[TensorEntry, dict[Cut, list[StoredSlice]]]] = {}
     files: dict[str, dict[str, Any]] = {}
     for part in parts:
         files.update(part["files"])
         for name, (dtype, shape, slices) in part["tensors"].items():
-            entry, by_cut = found.setdefault(name, (Entry(DTYPES[dtype], tuple(shape)), {}))
+            entry, by_cut = found.setdefault(name, (TensorEntry(DTYPES[dtype], tuple(shape)), {}))
             if (entry.dtype, entry.shape) != (DTYPES[dtype], tuple(shape)):
                 raise CheckpointError(f"{path}: {name} is {CODES[entry.dtype]} on one rank and {dtype} on another")
             for piece in slices:

@@ -30,7 +30,7 @@ _LINE = 1 << 10  # elements to which shares of larger ones are rounded
 
 
 @dataclass(frozen=True)
-class Declared:
+class DeclaredTensor:
     """Declaration of a part's tensor.
 
     cut: what the part holds.
@@ -50,15 +50,15 @@ class PartContent:
     """Names in a part of a model, the same on its ranks. groups: the optimizer's, of parameters' names."""
 
     coordinates: Mapping[str, int]
-    parameters: Mapping[str, Declared]
-    buffers: Mapping[str, Declared]
+    parameters: Mapping[str, DeclaredTensor]
+    buffers: Mapping[str, DeclaredTensor]
     tied: Mapping[str, str]
     extra_states: Sequence[str] = ()
     groups: Sequence[Sequence[str]] = ()
 
 
 @dataclass(frozen=True)
-class Owned:
+class OwnedCuts:
     """Cuts of a tensor that a part writes, together with all `parts` that hold the same."""
 
     cuts: tuple[Cut, ...]
@@ -66,22 +66,22 @@ class Owned:
 
 
 @dataclass
-class Join:
+class JoinedParts:
     """The whole of some parts.
 
     contents: of all, by number.
     number: this rank's.
     reason: why they do not join; None if they do.
     owned: by name and part.
-    speakers: by parameter name, the number of the part that writes its small states.
+    state_writers: by parameter name, the number of the part that writes its small states.
     turns: counts small tensors.
     """
 
     contents: Sequence[PartContent]
     number: int
     reason: str | None = None
-    owned: dict[str, dict[int, Owned]] = field(default_factory=dict)
-    speakers: dict[str, int] = field(default_factory=dict)
+    owned: dict[str, dict[int, OwnedCuts]] = field(default_factory=dict)
+    state_writers: dict[str, int] = field(default_factory=dict)
     turns: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -109,60 +109,60 @@ class Join:
                 names.update(dict.fromkeys(own))
         return [[*names] for names in found]
 
-    def declared(self, name: str) -> Declared:
+    def declared(self, name: str) -> DeclaredTensor:
         """Returns the first declaration of a tensor."""
-        content = self.contents[self.speakers[name]]
+        content = self.contents[self.state_writers[name]]
         return content.parameters.get(name) or content.buffers[name]
 
     def shares(self, name: str, number: int = 0, of: int = 1) -> list[Share]:
         """Lists what this part writes of a tensor, or the number-th of `of` ranks that hold the same of it."""
-        mine = self.owned[name].get(self.number)
+        own_cuts = self.owned[name].get(self.number)
         found: list[Share] = []
-        if mine is None:
+        if own_cuts is None:
             return found
-        for cut in mine.cuts:
-            elements = cuts.count(cut)
-            place = mine.parts.index(self.number) * of + number
-            start, stop = divided(elements, place, len(mine.parts) * of, self.turns[name])
+        for cut in own_cuts.cuts:
+            elements = cuts.element_count(cut)
+            place = own_cuts.parts.index(self.number) * of + number
+            start, stop = share_range(elements, place, len(own_cuts.parts) * of, self.turns[name])
             if start < stop or (elements == 0 and number == 0):
                 found.append(Share(cut, start, stop))
         return found
 
     def parts_with_same(self, name: str) -> tuple[int, ...]:
         """Lists the parts that hold the same elements of a tensor as this one."""
-        mine = self.owned[name].get(self.number)
-        return () if mine is None else mine.parts
+        own_cuts = self.owned[name].get(self.number)
+        return () if own_cuts is None else own_cuts.parts
 
 
-def join(contents: Sequence[PartContent], number: int) -> Join:
+def join_model_parts(contents: Sequence[PartContent], number: int) -> JoinedParts:
     """Joins parts. Raises ConfigurationError for cuts that contradict each other."""
-    made = Join(contents, number)
+    joined = JoinedParts(contents, number)
     axes = [axis for axis in contents[0].coordinates if len({content.coordinates[axis] for content in contents}) > 1]
     small = 0
-    for name in [*made.parameters, *made.buffers]:
+    for name in [*joined.parameters, *joined.buffers]:
         holders = {
             part: content.parameters.get(name) or content.buffers[name]
             for part, content in enumerate(contents)
             if name in content.parameters or name in content.buffers
         }
-        made.reason = made.reason or _reason(name, holders, contents, axes)
-        if made.reason is not None:
-            return made
+        joined.reason = joined.reason or _reason(name, holders, contents, axes)
+        if joined.reason is not None:
+            return joined
         held = tuple((part, declared.cut) for part, declared in holders.items())
-        made.owned[name], problem = _owners(held)
+        joined.owned[name], problem = _owners(held)
         if problem is not None:
             where = f"on all ranks of {', '.join(axes)} together" if axes else "on this rank alone; needs mesh="
             raise ConfigurationError(f"place: cut: {name} {problem}, {where}")
-        made.speakers[name] = next((part for part, cut in held if cuts.count(cut)), held[0][0])
-        made.turns[name] = small
+        joined.state_writers[name] = next((part for part, cut in held if cuts.element_count(cut)), held[0][0])
+        joined.turns[name] = small
         small += math.prod(held[0][1].shape) < SMALL
     for part, content in reversed([*enumerate(contents)]):
-        made.speakers |= dict.fromkeys(content.extra_states, part)
-    return made
+        joined.state_writers |= dict.fromkeys(content.extra_states, part)
+    return joined
 
 
 def _reason(
-    name: str, holders: Mapping[int, Declared], contents: Sequence[PartContent], axes: Sequence[str]
+    name: str, holders: Mapping[int, DeclaredTensor], contents: Sequence[PartContent], axes: Sequence[str]
 ) -> str | None:
     """Explains why the parts of a tensor do not join."""
     everyone = [*holders.values()]
@@ -186,27 +186,27 @@ def _reason(
 
 
 @lru_cache(maxsize=1024)
-def _owners(held: tuple[tuple[int, Cut], ...]) -> tuple[dict[int, Owned], str | None]:
+def _owners(held: tuple[tuple[int, Cut], ...]) -> tuple[dict[int, OwnedCuts], str | None]:
     """Shares a tensor out, each element to one part, and tells what is wrong with the cuts. held: by part."""
     shape = held[0][1].shape
     if math.prod(shape) == 0:
-        return {held[0][0]: Owned((cuts.whole(shape),), held[0][:1])}, None
+        return {held[0][0]: OwnedCuts((cuts.whole(shape),), held[0][:1])}, None
     by_cut: dict[Cut, list[int]] = {}
     for part, cut in held:
-        if cuts.count(cut):
+        if cuts.element_count(cut):
             by_cut.setdefault(cut, []).append(part)
-    owned: dict[int, Owned] = {}
+    owned: dict[int, OwnedCuts] = {}
     before: list[Cut] = []
     for cut, parts in by_cut.items():
-        left = [cut]
-        for other in before if sum(map(cuts.count, by_cut)) > math.prod(shape) else ():
-            left = [rest for piece in left for rest in cuts.without(piece, other)]
+        remaining = [cut]
+        for other in before if sum(map(cuts.element_count, by_cut)) > math.prod(shape) else ():
+            remaining = [rest for piece in remaining for rest in cuts.without(piece, other)]
         before.append(cut)
-        owned |= dict.fromkeys(parts, Owned(tuple(left), tuple(parts)))
-    return owned, cuts.misfit(shape, [cut for parts in by_cut.values() for cut in owned[parts[0]].cuts])
+        owned |= dict.fromkeys(parts, OwnedCuts(tuple(remaining), tuple(parts)))
+    return owned, cuts.coverage_problem(shape, [cut for parts in by_cut.values() for cut in owned[parts[0]].cuts])
 
 
-def divided(elements: int, number: int, of: int, turn: int) -> tuple[int, int]:
+def share_range(elements: int, number: int, of: int, turn: int) -> tuple[int, int]:
     """Returns the range of elements that the number-th of `of` takes. turn: number of small tensors before this one."""
     if elements < SMALL:
         return (0, elements) if turn % of == number else (0, 0)

@@ -43,7 +43,7 @@ SIZES = {code: dtype.itemsize for code, dtype in DTYPES.items()}
 Check = Callable[[Any], None]
 
 
-def integer(least: int = 0) -> Check:
+def integer_check(least: int = 0) -> Check:
     """Returns a check for an integer of at least `least` that fits in 64 bits; no boolean."""
 
     def check(value: Any) -> None:
@@ -134,7 +134,7 @@ def dtype_code(value: Any) -> None:
         raise Malformed(f"is {shown(value)}; needs the name of a dtype, such as F32")
 
 
-def named(pattern: re.Pattern[str], what: str) -> Check:
+def text_of_form(pattern: re.Pattern[str], what: str) -> Check:
     """Returns a check for a text of this form. what: the text's name and an example, for the error."""
 
     def check(value: Any) -> None:

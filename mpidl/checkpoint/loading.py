@@ -30,8 +30,8 @@ from .collect import state_of
 from .engine import Engine, engine_of
 from .held_tensor import Share
 from .index import Index
-from .matching import ReadPlan, checked, own_states, plan, same_parts
-from .reading import Reader
+from .matching import ReadPlan, own_states, plan_reads, same_parts, shares_to_verify
+from .reading import CheckpointReader
 from .saving import wait
 
 
@@ -82,32 +82,34 @@ def load(
     arguments that do not fit.
     """
     engine = engine_of(model, optimizer, process_group, mesh, replaces=optimizer is not None)
-    comm = engine.whole
+    comm = engine.all_ranks
     wait(model)
     check_settings_agree(comm, "checkpoint.load", {"path": str(path), "engine": engine.kind, "verify": verify})
     opened = open_checkpoint(comm, path)
     content = own_content(engine, opened)
     stateful = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
     stateful = {name: each for name, each in stateful.items() if each is not None}
-    with Reader(content) as reader:
-        made = run_everywhere(comm, lambda: _prepare(engine, reader, stateful, random_states, verify))
+    with CheckpointReader(content) as reader:
+        read_plan = run_everywhere(comm, lambda: _prepare(engine, reader, stateful, random_states, verify))
         extra, random = run_everywhere(comm, lambda: _read_small(engine, reader, random_states))
         _load_stateful(engine, reader, stateful)
         try:
-            with engine.writing(made.unpublished):
-                run_everywhere(comm, lambda: reader.fill(made.requests, engine.forget))
-            run_everywhere(comm, lambda: made.install(engine, reader.tensor))
+            with engine.writing(read_plan.unpublished):
+                run_everywhere(comm, lambda: reader.fill(read_plan.requests, engine.forget))
+            run_everywhere(comm, lambda: read_plan.install(engine, reader.tensor))
             factor = _scale_factor(content, scaler)
-            run_everywhere(comm, lambda: _finish(engine, reader, made, random, factor))
-            run_everywhere(comm, lambda: made.compression.install(engine, reader.tensor, factor))
+            run_everywhere(comm, lambda: _finish(engine, reader, read_plan, random, factor))
+            run_everywhere(comm, lambda: read_plan.compression.install(engine, reader.tensor, factor))
             if engine.compressed is not None:
                 engine.compressed.place_remainders()
         except CheckpointError as error:  # of a file that could be read when it was checked
             raise CheckpointError(f"{error}; only a part is loaded: load a checkpoint that is whole") from error
     if comm.rank == 0:
-        anew = "scaler" in stateful and stateful_checks.starts_anew(scaler, content.about["scaler"])
-        off = ["the scaler was saved while it was not enabled; the one here keeps its own scale"] if anew else []
-        for said in [*made.compression.said, *_hook_said(engine, content), *off]:
+        starts_anew = "scaler" in stateful and stateful_checks.starts_anew(scaler, content.about["scaler"])
+        remarks = (
+            ["the scaler was saved while it was not enabled; the one here keeps its own scale"] if starts_anew else []
+        )
+        for said in [*read_plan.compression.said, *_hook_said(engine, content), *remarks]:
             warnings.warn(f"checkpoint.load: {content.file}: {said}", RuntimeWarning, stacklevel=2)
     about = opened.about
     return Loaded(opened.path, about["step"], about["micro_step"], extra, about["ranks"], about["engine"])
@@ -141,17 +143,19 @@ def own_content(engine: Engine, content: Index) -> Index:
         return parts.own_content(engine.part, content)
     if engine.join.reason is not None:
         raise CheckpointMismatch(
-            f"{content.file}: holds a whole model; here is {parts.in_words(engine.part.sizes)}, which do not join to "
-            f"one: {engine.join.reason}"
+            f"{content.file}: holds a whole model; here is {parts.parts_in_words(engine.part.sizes)}, which do not "
+            f"join to one: {engine.join.reason}"
         )
     return content
 
 
-def _prepare(engine: Engine, reader: Reader, stateful: Mapping[str, Any], random: bool, verify: bool) -> ReadPlan:
+def _prepare(
+    engine: Engine, reader: CheckpointReader, stateful: Mapping[str, Any], random: bool, verify: bool
+) -> ReadPlan:
     """Checks everything that can be wrong without a change, and returns the plan."""
     content = reader.index
     engine.check_writable()
-    made = plan(engine, content)
+    read_plan = plan_reads(engine, content)
     for name, each in stateful.items():
         here = state_of(name, each)
         if name not in content.about:
@@ -166,13 +170,13 @@ def _prepare(engine: Engine, reader: Reader, stateful: Mapping[str, Any], random
         except json_encoding.Malformed as error:
             raise CheckpointError(f"{content.file}: {json_encoding.within(name, error)}") from None
     kept = [content.about[name] for name in (*stateful, "extra")]
-    small = [*made.small, *json_encoding.names_in([*kept, content.about["model"].get("extra_state")])]
+    small = [*read_plan.small, *json_encoding.names_in([*kept, content.about["model"].get("extra_state")])]
     own = own_states(engine, content)
     small += json_encoding.names_in({name: value for name, value in own.items() if random or name != "random"})
-    wanted = [(name, Share(r.cut, r.low, r.high), r.checks) for r in made.requests for name in r.names]
+    wanted = [(name, Share(r.cut, r.low, r.high), r.checks) for r in read_plan.requests for name in r.names]
     for held in engine.parameters:
-        names = made.gradients.get(held.name, ())
-        wanted += [(name, Share(held.cut, held.start, held.stop), checked(held, names)) for name in names]
+        names = read_plan.gradients.get(held.name, ())
+        wanted += [(name, Share(held.cut, held.start, held.stop), shares_to_verify(held, names)) for name in names]
     for name in small:
         entry = content.tensors[name]
         all_of_it = Share(cuts.whole(entry.shape), 0, entry.count)
@@ -181,10 +185,10 @@ def _prepare(engine: Engine, reader: Reader, stateful: Mapping[str, Any], random
         reader.open(name, share.cut, share.start, share.stop)
     for name, share in [(name, share) for name, _, shares in wanted if verify for share in shares]:
         reader.check(name, share.cut, share.start, share.stop)
-    return made
+    return read_plan
 
 
-def _read_small(engine: Engine, reader: Reader, random: bool) -> tuple[Any, Any]:
+def _read_small(engine: Engine, reader: CheckpointReader, random: bool) -> tuple[Any, Any]:
     """Reads `extra` and this rank's random states, which are checked; changes nothing."""
     about = reader.index.about
     own = own_states(engine, reader.index)
@@ -195,27 +199,29 @@ def _read_small(engine: Engine, reader: Reader, random: bool) -> tuple[Any, Any]
     return extra, states
 
 
-def _load_stateful(engine: Engine, reader: Reader, stateful: Mapping[str, Any]) -> None:
+def _load_stateful(engine: Engine, reader: CheckpointReader, stateful: Mapping[str, Any]) -> None:
     """Loads scheduler, scaler, sampler and the modules' extra states. Collective.
 
     If one raises an error, on any rank, all get their former states back.
     """
     about = reader.index.about
 
-    def there() -> dict[str, tuple[Any, Any, Any]]:
+    def current_states() -> dict[str, tuple[Any, Any, Any]]:
         """Returns, by name, the saved state, the present one, and the function that loads one."""
-        states = {name: (about[name], copy.deepcopy(state_of(name, p)), p.load_state_dict) for name, p in all_.items()}
+        states = {
+            name: (about[name], copy.deepcopy(state_of(name, p)), p.load_state_dict) for name, p in loadable.items()
+        }
         for name, saved in about["model"].get("extra_state", {}).items():
             module = engine.extra_states[name]
             states[name] = saved, copy.deepcopy(module.get_extra_state()), module.set_extra_state
         return states
 
-    all_ = {**stateful}
+    loadable = {**stateful}
     if engine.averager is not None and "averager" in about:
-        all_["averager"] = engine.averager
-    states = run_everywhere(engine.whole, there)
+        loadable["averager"] = engine.averager
+    states = run_everywhere(engine.all_ranks, current_states)
 
-    def take() -> None:
+    def load_all() -> None:
         for name, (saved, before, load_into) in states.items():
             state = _with_counters(json_encoding.decode(saved, reader.tensor), before)
             try:
@@ -226,10 +232,10 @@ def _load_stateful(engine: Engine, reader: Reader, stateful: Mapping[str, Any]) 
                 raise CheckpointMismatch(f"{reader.index.file}: the {name}: {said}") from error
 
     try:
-        run_everywhere(engine.whole, take)
+        run_everywhere(engine.all_ranks, load_all)
     except CheckpointError:
         for name, (_, before, load_into) in states.items():
-            if before or name not in all_:
+            if before or name not in loadable:
                 with contextlib.suppress(Exception):  # the one that failed may fail again; the others get theirs
                     load_into(before)
         raise
@@ -245,16 +251,16 @@ def _with_counters(state: Any, here: Any) -> Any:
     return state
 
 
-def _finish(engine: Engine, reader: Reader, made: ReadPlan, random: Any, factor: float) -> None:
+def _finish(engine: Engine, reader: CheckpointReader, read_plan: ReadPlan, random: Any, factor: float) -> None:
     """Loads the gradients of micro-steps, times the factor, the state of a hook, and the random states."""
     content, rank = reader.index, engine.comm.rank
     if engine.optimizer is not None:
         engine.optimizer.zero_grad()
-        requests = made.gradient_requests(engine)
+        requests = read_plan.gradient_requests(engine)
         reader.fill(requests)
         for request in requests if factor != 1.0 else ():
             request.target.mul_(factor)
-    hook, own = engine.hook_state(), own_states(engine, content)
+    hook, own = engine.saved_hook(), own_states(engine, content)
     if hook is not None and "hook" in own and same_parts(engine, content):
         hook.load_state_dict(json_encoding.decode(own["hook"], reader.tensor))
     if random is not None:
@@ -266,7 +272,7 @@ def _finish(engine: Engine, reader: Reader, made: ReadPlan, random: Any, factor:
 
 def _hook_said(engine: Engine, content: Index) -> list[str]:
     """Explains what of a communication hook's state does not come back, in training that goes on."""
-    saved, here = any("hook" in own for own in content.about["own"]), engine.hook_state() is not None
+    saved, here = any("hook" in own for own in content.about["own"]), engine.saved_hook() is not None
     if saved and here and not same_parts(engine, content):
         return ["holds the state of a communication hook, which is dropped, as pp, tp or ep is another here"]
     if engine.optimizer is None or saved == here:
@@ -282,6 +288,6 @@ def _scale_factor(content: Index, scaler: Any) -> float:
     1 for scalers of a class of the program's own, whose states do not have the scale under torch's name.
     """
     state = content.about.get("scaler") or {"scale": 1.0}
-    saved = stateful_checks.number_of(state.get("scale")) if isinstance(state, dict) else None
+    saved = stateful_checks.value_of_number(state.get("scale")) if isinstance(state, dict) else None
     here: float = scaler.get_scale() if hasattr(scaler, "get_scale") else 1.0
     return here / saved if saved else 1.0

@@ -86,7 +86,7 @@ class ReadPlan:
             for key, value in self.states.get(held.key, {}).items():
                 if not torch.is_tensor(value):  # JSON
                     dtypes = self.dtypes[held.key], _own_dtype(engine, held.key)
-                    value = _moved(json_encoding.decode(value, tensor), held.key, dtypes, flags[held.parameter])
+                    value = _to_device_of(json_encoding.decode(value, tensor), held.key, dtypes, flags[held.parameter])
                     value = mark_replicated(value)
                 entry[key] = value
             if entry:
@@ -103,16 +103,16 @@ class ReadPlan:
         dtypes = {name: self.index.tensors[names[0]].dtype for name, names in self.gradients.items()}
         of_ranks = any(_is_of_one_rank(name) for names in self.gradients.values() for name in names)
         unreduced = any(own.get("unreduced", of_ranks) for own in self.index.about["own"])  # earlier ones do not say
-        made = engine.new_gradients(dtypes, unreduced)
+        new_gradients = engine.new_gradients(dtypes, unreduced)
         tensors = {held.name: held for held in engine.parameters}
-        requests = [_request(tensors[name], self.gradients[name], target) for name, target in made.items()]
+        requests = [_request(tensors[name], self.gradients[name], target) for name, target in new_gradients.items()]
         means = not _takes_its_own(engine, self.index)
         return [replace(r, ranks=self.index.replicas) if means and _is_of_one_rank(r.names[0]) else r for r in requests]
 
 
-def plan(engine: Engine, index: Index) -> ReadPlan:
+def plan_reads(engine: Engine, index: Index) -> ReadPlan:
     """Makes the plan. Raises CheckpointMismatch, naming what does not fit, or CheckpointError for damage."""
-    made = ReadPlan(index)
+    read_plan = ReadPlan(index)
     rank, saved = engine.comm.rank, index.replicas
 
     def names_of(name: str, per_rank: bool) -> tuple[str, ...]:
@@ -132,15 +132,15 @@ def plan(engine: Engine, index: Index) -> ReadPlan:
         # The mean of counts, such as of batches, is no count.
         return each if index.tensors[each[0]].dtype.is_floating_point else each[:1]
 
-    _model(engine, index, made, names_of)
+    _match_model(engine, index, read_plan, names_of)
     if engine.optimizer is not None:
-        _optimizer(engine, index, made, names_of)
+        _match_optimizer(engine, index, read_plan, names_of)
         if engine.owned is not None and engine.owned.delays:
-            _match_unpublished(engine, index, made)
+            _match_unpublished(engine, index, read_plan)
         if index.about["micro_step"]:
-            _gradients(engine, index, made)
-        _compression(engine, index, made)
-    return made
+            _match_gradients(engine, index, read_plan)
+        _match_compression(engine, index, read_plan)
+    return read_plan
 
 
 def same_parts(engine: Engine, content: Index) -> bool:
@@ -168,7 +168,7 @@ def may_differ(engine: Engine, held: HeldTensor) -> bool:
     return held.per_rank or engine.averager is not None
 
 
-def _model(engine: Engine, index: Index, made: ReadPlan, names_of: NamesOf) -> None:
+def _match_model(engine: Engine, index: Index, read_plan: ReadPlan, names_of: NamesOf) -> None:
     about = index.about["model"]
     saved = {*about["parameters"], *about["buffers"]}
     tensors = [*engine.parameters, *engine.buffers]
@@ -187,9 +187,9 @@ def _model(engine: Engine, index: Index, made: ReadPlan, names_of: NamesOf) -> N
         elif entry.dtype.is_floating_point != held.values.dtype.is_floating_point:
             problems["of another kind"].append(f"{held.name} (has {entry.dtype}, needs {held.values.dtype})")
         else:
-            made.requests.append(_request(held, names, held.values))
+            read_plan.requests.append(_request(held, names, held.values))
             if held.key is not None:
-                made.dtypes[held.key] = entry.dtype
+                read_plan.dtypes[held.key] = entry.dtype
     extra = about.get("extra_state", dict.fromkeys(engine.extra_states))  # weights of elsewhere have none
     problems["missing"] += [name for name in engine.extra_states if name not in extra]
     extra_here = {name for content in engine.join.contents for name in content.extra_states}
@@ -201,7 +201,7 @@ def _model(engine: Engine, index: Index, made: ReadPlan, names_of: NamesOf) -> N
         raise CheckpointMismatch(f"{index.file}: is of another model{classes}; {found}")
 
 
-def _optimizer(engine: Engine, index: Index, made: ReadPlan, names_of: NamesOf) -> None:
+def _match_optimizer(engine: Engine, index: Index, read_plan: ReadPlan, names_of: NamesOf) -> None:
     about = index.about.get("optimizer")
     if about is None:
         raise CheckpointMismatch(f"{index.file}: was saved without an optimizer")
@@ -217,10 +217,10 @@ def _optimizer(engine: Engine, index: Index, made: ReadPlan, names_of: NamesOf) 
         raise CheckpointMismatch(f"{index.file}: {_groups_differ(saved, own)}")
     for number, group in enumerate(about["groups"]):
         settings = {key: value for key, value in group["settings"].items() if key not in IMPLEMENTATION}
-        made.settings.append(settings)
-        made.small += json_encoding.names_in(settings)
+        read_plan.settings.append(settings)
+        read_plan.small += json_encoding.names_in(settings)
         _check_settings(index, number, settings, engine.optimizer.param_groups[number])
-    kept = KeptStates(engine, index, made.settings)
+    kept = KeptStates(engine, index, read_plan.settings)
     trained = {name for names in own for name in names}
     of_the_rank = own_states(engine, index).get("states", {}) if index.replicas == engine.comm.size else {}
     for held in engine.parameters:
@@ -235,20 +235,20 @@ def _optimizer(engine: Engine, index: Index, made: ReadPlan, names_of: NamesOf) 
             kept.check(held, saved_states)
         for key, value in saved_states.items():
             if value != SLICES:
-                if json_encoding.names_in(value) and engine.lacks_wholes(held):
+                if json_encoding.names_in(value) and engine.steps_on_part(held):
                     raise CheckpointMismatch(
                         f"{index.file}: {key} of {held.name} is of the whole parameter; needs a ZeroOptimizer where "
                         "that is cut"
                     )
                 entry[key] = value
-                made.small += json_encoding.names_in(value)
+                read_plan.small += json_encoding.names_in(value)
                 continue
             names = names_of(f"optimizer/{key}/{held.name}", may_differ(engine, held))
             if not names or index.tensors[names[0]].shape != held.shape:
                 raise CheckpointError(f"{index.file}: {key} of {held.name} is missing, or has another shape than it")
-            entry[key] = _like(engine, held.key, key, index.tensors[names[0]].dtype, current.get(key))
-            made.requests.append(_request(held, names, entry[key]))
-        made.states[held.key] = entry
+            entry[key] = _memory_for_state(engine, held.key, key, index.tensors[names[0]].dtype, current.get(key))
+            read_plan.requests.append(_request(held, names, entry[key]))
+        read_plan.states[held.key] = entry
 
 
 def _check_settings(index: Index, number: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
@@ -260,14 +260,14 @@ def _check_settings(index: Index, number: int, saved: Mapping[str, Any], group: 
         try:
             of_scheduler = key in _OF_SCHEDULERS and group.get(key, 0) is not None
             if of_scheduler and json_encoding.kind_of(value) != "tensor":
-                stateful_checks.any_number(value)
+                stateful_checks.any_number_check(value)
             json_encoding.check_kinds(value, here)
         except json_encoding.Malformed as error:
             where = f"optimizer.groups.{number}.{json_encoding.within(key, error)}"
             raise CheckpointError(f"{index.file}: {where}") from None
 
 
-def _like(engine: Engine, key: torch.Tensor, name: str, saved: torch.dtype, current: Any) -> torch.Tensor:
+def _memory_for_state(engine: Engine, key: torch.Tensor, name: str, saved: torch.dtype, current: Any) -> torch.Tensor:
     """Returns the memory for a state of the key's shape: the present state's, or new memory like the key's.
 
     Its dtype is the one to which the optimizer's `load_state_dict` converts the state.
@@ -288,14 +288,14 @@ def _own_dtype(engine: Engine, key: torch.Tensor) -> torch.dtype:
     return torch.promote_types(key.dtype, torch.float32) if wide else key.dtype
 
 
-def _moved(value: Any, key: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype], scalars: bool) -> Any:
+def _to_device_of(value: Any, key: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype], scalars: bool) -> Any:
     """Moves a state's tensors, also in lists, to the key's device, and converts those of the first dtype to the second.
 
     As torch's `load_state_dict` does with states of the parameter's dtype. Tensors without dimensions keep their dtype,
     and are moved where scalars says so: counts of steps, which fused optimizers have on the device.
     """
     if isinstance(value, list | tuple):
-        return type(value)(_moved(each, key, dtypes, scalars) for each in value)
+        return type(value)(_to_device_of(each, key, dtypes, scalars) for each in value)
     if not torch.is_tensor(value) or not (value.dim() or scalars):
         return value
     saved, own = dtypes
@@ -303,7 +303,7 @@ def _moved(value: Any, key: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype
     return value.to(key.device, own if converts else value.dtype)
 
 
-def _match_unpublished(engine: Engine, index: Index, made: ReadPlan) -> None:
+def _match_unpublished(engine: Engine, index: Index, read_plan: ReadPlan) -> None:
     """Plans the values that wait for the next step under a delayed update; other training sees them at once."""
     assert engine.owned is not None
     for held in engine.parameters:
@@ -311,17 +311,17 @@ def _match_unpublished(engine: Engine, index: Index, made: ReadPlan) -> None:
         if held.parameter is not None and held.key is not None and name in index.tensors:
             if index.tensors[name].shape != held.shape:
                 raise CheckpointError(f"{index.file}: {name} has another shape than {held.name}")
-            made.unpublished.append(held.name)
-            made.requests.append(_request(held, (name,), engine.owned.published_values(held.parameter)))
+            read_plan.unpublished.append(held.name)
+            read_plan.requests.append(_request(held, (name,), engine.owned.published_values(held.parameter)))
 
 
 def _groups_differ(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> str:
     was, now = ({name for names in groups for name in names} for groups in (saved, own))
     if was == now:
         return f"its parameters are in {len(saved)} groups there and in {len(own)} here"
-    told = [("trained only here", sorted(now - was)), ("trained only when it was saved", sorted(was - now))]
+    differences = [("trained only here", sorted(now - was)), ("trained only when it was saved", sorted(was - now))]
     return "other parameters were trained; " + "; ".join(
-        f"{what}: {listed(names, _LISTED)}" for what, names in told if names
+        f"{what}: {listed(names, _LISTED)}" for what, names in differences if names
     )
 
 
@@ -330,7 +330,7 @@ def _takes_its_own(engine: Engine, index: Index) -> bool:
     return engine.zero is None and index.replicas == engine.comm.size
 
 
-def _gradients(engine: Engine, index: Index, made: ReadPlan) -> None:
+def _match_gradients(engine: Engine, index: Index, read_plan: ReadPlan) -> None:
     for held in engine.parameters:
         name = f"gradient/{held.name}"
         each = [f"{rank_name(rank)}/{name}" for rank in range(index.replicas)]
@@ -342,20 +342,22 @@ def _gradients(engine: Engine, index: Index, made: ReadPlan) -> None:
         if names:
             if any(index.tensors[each].shape != held.shape for each in names):
                 raise CheckpointError(f"{index.file}: the gradient of {held.name} has another shape than it")
-            made.gradients[held.name] = names
+            read_plan.gradients[held.name] = names
 
 
-def _compression(engine: Engine, index: Index, made: ReadPlan) -> None:
+def _match_compression(engine: Engine, index: Index, read_plan: ReadPlan) -> None:
     """Plans the mean remainders, of which each rank reads its part, and the compressor's states."""
-    found = made.compression = compression_state.plan(engine, index)
+    found = read_plan.compression = compression_state.match_compression(engine, index)
     for name, target in found.targets.items():
         held = found.held[name]
         names = (f"remainder/{name}",)
-        made.requests.append(Request(names, held.cut, 0, cuts.count(held.cut), checked(held, names), target))
-    made.small += json_encoding.names_in(found.states)
+        read_plan.requests.append(
+            Request(names, held.cut, 0, cuts.element_count(held.cut), shares_to_verify(held, names), target)
+        )
+    read_plan.small += json_encoding.names_in(found.states)
 
 
-def checked(held: HeldTensor, names: tuple[str, ...]) -> Sequence[Share]:
+def shares_to_verify(held: HeldTensor, names: tuple[str, ...]) -> Sequence[Share]:
     """Returns the elements whose checksums this rank compares: its share, or all if it alone reads the tensor."""
     alone = held.per_rank or (len(names) == 1 and _is_of_one_rank(names[0]))
     return [Share(held.cut, held.start, held.stop)] if alone else held.writes
@@ -366,4 +368,4 @@ def _is_of_one_rank(name: str) -> bool:
 
 
 def _request(held: HeldTensor, names: tuple[str, ...], target: torch.Tensor) -> Request:
-    return Request(names, held.cut, held.start, held.stop, checked(held, names), target)
+    return Request(names, held.cut, held.start, held.stop, shares_to_verify(held, names), target)

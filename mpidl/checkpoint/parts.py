@@ -37,14 +37,14 @@ class ModelPart:
     """The part of a model that this rank's engine trains.
 
     comm: the ranks that train it.
-    whole: those of all parts.
+    all_ranks: those of all parts.
     sizes: of the axes over which the parts lie, outermost first; none for a whole model.
     coordinates: this rank's there.
     joined: all parts are one checkpoint.
     """
 
     comm: Communicator
-    whole: Communicator
+    all_ranks: Communicator
     sizes: dict[str, int] = field(default_factory=dict)
     coordinates: tuple[int, ...] = ()
     joined: bool = False
@@ -79,7 +79,7 @@ class ModelPart:
 
         What it raises in one part is an error on every rank of all.
         """
-        return run_everywhere(self.whole, action) if self.sizes else action()
+        return run_everywhere(self.all_ranks, action) if self.sizes else action()
 
 
 def group_of(mesh: Mesh, model: torch.nn.Module) -> Communicator:
@@ -132,7 +132,7 @@ def index_of_parts(path: Any, part: ModelPart, about: dict[str, Any], texts: dic
     about: of one part.
     texts: of all indexes, by folder.
     """
-    ranks = part.whole.size
+    ranks = part.all_ranks.size
     model = {"class": about["model"]["class"], "parameters": [], "buffers": [], "tied": {}}
     kept = {name: about[name] for name in ("step", "micro_step", "engine")}
     kept |= {"ranks": ranks, "own": [{}] * ranks, "extra": None, "model": model, "mesh": part.sizes}
@@ -157,25 +157,25 @@ def own_content(part: ModelPart, content: Index) -> Index:
     saved = content.about.get("mesh", {})
     if saved != part.sizes:
         raise CheckpointMismatch(
-            f"{content.file}: holds {in_words(saved)}; here is {in_words(part.sizes)}; needs a mesh with the same "
-            "sizes of these axes, given as mesh= (dp and cp may differ)"
+            f"{content.file}: holds {parts_in_words(saved)}; here is {parts_in_words(part.sizes)}; needs a mesh with "
+            "the same sizes of these axes, given as mesh= (dp and cp may differ)"
         )
     if not part.sizes:
         return content
     text = part.everywhere(lambda: on_rank_0(part.comm, lambda: index.read_text(content.path / part.name)))
-    return run_everywhere(part.whole, lambda: _part_in(content, part.name, text))
+    return run_everywhere(part.all_ranks, lambda: _part_in(content, part.name, text))
 
 
 def refuse_parts(content: Index, what: str) -> None:
     """Raises CheckpointError for a checkpoint whose tensors are parts."""
     if "parts" in content.about:
         raise CheckpointError(
-            f"{content.file}: holds {in_words(content.about['mesh'])}, which do not join to a whole one: "
+            f"{content.file}: holds {parts_in_words(content.about['mesh'])}, which do not join to a whole one: "
             f"{content.about.get('apart', 'no cuts were saved')}; {what} needs a checkpoint of a whole model"
         )
 
 
-def in_words(sizes: dict[str, int]) -> str:
+def parts_in_words(sizes: dict[str, int]) -> str:
     """Describes the parts of a model for a message."""
     shown = ", ".join(f"{axis}={sizes[axis]}" for axis in MODEL_AXES if axis in sizes)
     return f"the parts of a model over {shown}" if shown else "a whole model"

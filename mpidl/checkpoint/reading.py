@@ -33,7 +33,7 @@ _AT_ONCE = 1 << 18  # elements of short runs, with what lies between them
 Overlap = tuple[TensorFile, StoredSlice, Any, Any, Any]  # places in the cut, places in the slice, lengths
 
 
-class Reader:
+class CheckpointReader:
     """Reads a checkpoint's tensors. A context manager, inside which up to 64 files stay open."""
 
     def __init__(self, index: Index) -> None:
@@ -166,7 +166,7 @@ class Reader:
         entry = self.index.tensors[name]
         for saved, slices in entry.pieces:
             begins = [part.start for part in slices]
-            for at, elsewhere, length in cuts.common(cut, saved, low, high):
+            for at, elsewhere, length in cuts.common_runs(cut, saved, low, high):
                 if not len(at):
                     continue
                 end = elsewhere + length
@@ -204,7 +204,7 @@ class Reader:
             self._buffer = memoryview(bytearray(BLOCK))
         return self._buffer
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(self, *of: Any) -> None:
@@ -229,7 +229,7 @@ def verify(path: str | Path) -> Index:
     content = index.read(folder.path_of(path))
     folder.check_files(content)
     for each in parts.contents(content).values():
-        with Reader(each) as reader:
+        with CheckpointReader(each) as reader:
             for name, entry in each.tensors.items():
                 reader.check(name, cuts.whole(entry.shape), 0, entry.count)
     return content

@@ -20,7 +20,7 @@ from .held_tensor import HeldTensor
 from .index import Index
 from .json_encoding import Malformed, check_at
 from .schema import SLICES
-from .stateful_checks import count
+from .stateful_checks import count_check
 
 
 class KeptStates:
@@ -64,7 +64,7 @@ class KeptStates:
                 problem = f"{key} is {json_encoding.shown(saved[key])}, which {self._class.__name__} does not keep"
         if problem is None and self._counts_steps and json_encoding.kind_of(saved.get("step", 0)) == "number":
             try:
-                check_at("step", count, saved.get("step", 0))
+                check_at("step", count_check, saved.get("step", 0))
             except Malformed as error:
                 problem = str(error)
         if problem:

@@ -30,10 +30,10 @@ from ..job.runtime import default_communicator
 from ..mesh import Mesh
 from ..replicas.start_check import check_settings_agree
 from . import compression_state, directory_lock, folder
-from .collect import Collected, Piece, collect, common_states
+from .collect import Collected, PieceToWrite, collect, common_states
 from .engine import Engine, engine_of
 from .parts import ModelPart
-from .writing import Saving, finisher, labelled, write_part
+from .writing import Saving, make_commit, with_part_label, write_part
 
 _INDEX_BYTES = 1 << 16  # set aside for the index
 _PIECE_BYTES = 1 << 9  # and for what it and a header say of a piece
@@ -86,10 +86,10 @@ def save(
     that do not fit. After an interrupt that the program catches, this checkpoint is complete, or nothing is left of it.
     """
     engine = engine_of(model, optimizer, process_group, mesh)
-    comm = engine.whole
+    comm = engine.all_ranks
     wait(model)
     into, step, micro_step, keep_last, file_bytes = run_everywhere(
-        comm, lambda: _checked(path, step, micro_step, keep_last, file_bytes)
+        comm, lambda: _converted_arguments(path, step, micro_step, keep_last, file_bytes)
     )
     settings: dict[str, Any] = {"path": str(path), "step": step, "micro_step": micro_step, "keep_last": keep_last}
     settings |= {"background": background, "compare": compare, "engine": engine.kind}
@@ -97,9 +97,9 @@ def save(
     stateful = {"scheduler": scheduler, "scaler": scaler, "sampler": sampler}
     settings |= {name: None if each is None else type(each).__name__ for name, each in stateful.items()}
     check_settings_agree(comm, "checkpoint.save", settings)
-    if engine.hook_lost and comm.rank == 0:
+    if engine.unsaved_hook_type and comm.rank == 0:
         warnings.warn(
-            f"checkpoint.save: the state of the communication hook, {engine.hook_lost}, has no state_dict and "
+            f"checkpoint.save: the state of the communication hook, {engine.unsaved_hook_type}, has no state_dict and "
             "load_state_dict, and is not kept",
             RuntimeWarning,
             stacklevel=2,
@@ -127,8 +127,8 @@ def save(
         comm,
         temporary,
         own,
-        lambda: labelled(write_part(own, comm.rank, pieces, found.own, file_bytes), engine.part, found.about),
-        finisher(temporary, engine, found.about, keep_last),
+        lambda: with_part_label(write_part(own, comm.rank, pieces, found.own, file_bytes), engine.part, found.about),
+        make_commit(temporary, engine, found.about, keep_last),
     )
     if background:
         engine.model.__dict__[_UNDER_WAY] = saving
@@ -182,8 +182,8 @@ def _differing(engine: Engine, found: Collected, buffers: bool) -> str | None:
 
     buffers: compare them too.
     """
-    sums = run_everywhere(engine.whole, lambda: common_states(found, engine.comm.rank == 0, buffers))
-    everyone = all_gather_object(engine.whole, (found.uncut, sums))
+    sums = run_everywhere(engine.all_ranks, lambda: common_states(found, engine.comm.rank == 0, buffers))
+    everyone = all_gather_object(engine.all_ranks, (found.uncut, sums))
     uncut = next((uncut for uncut, _ in everyone if uncut is not None), None)
     if uncut is not None:
         return f"the optimizer's {uncut}"
@@ -197,9 +197,9 @@ def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
     return engine.gradients() if engine.owned is not None else run_everywhere(engine.comm, engine.gradients)
 
 
-def _copies(pieces: Sequence[Piece], step: int) -> list[Piece]:
+def _copies(pieces: Sequence[PieceToWrite], step: int) -> list[PieceToWrite]:
     """Copies what this rank writes. Raises CheckpointError if it cannot, as without memory, and frees the copies."""
-    copies: list[Piece] = []
+    copies: list[PieceToWrite] = []
     for piece in pieces:
         try:
             copies.append(piece.copy())
@@ -212,7 +212,7 @@ def _copies(pieces: Sequence[Piece], step: int) -> list[Piece]:
     return copies
 
 
-def _checked(
+def _converted_arguments(
     path: Any, step: Any, micro_step: Any, keep_last: Any, file_bytes: Any
 ) -> tuple[Path, int, int, int | None, int]:
     """Converts the arguments to their types. Raises ConfigurationError."""
@@ -231,7 +231,7 @@ def _count(name: str, value: Any, least: int, otherwise: str = "") -> int:
 
 def _begin(part: ModelPart, path: Path, step: int, found: Collected) -> Path:
     """Makes the directory to write into, with those of the parts, and checks that there is space. Collective."""
-    comm = part.whole
+    comm = part.all_ranks
     own = sum(piece.bytes + _PIECE_BYTES for piece in found.pieces)
     needed = sum(all_gather_object(comm, own)) + _INDEX_BYTES * (1 + len(part.names))
     temporary = on_rank_0(comm, lambda: folder.begin(path, step, part.names))

@@ -25,14 +25,14 @@ from .json_checks import (
     bytes_of,
     document,
     dtype_code,
-    integer,
+    integer_check,
     items,
     mapping,
-    named,
     nullable,
     one_of,
     record,
     text,
+    text_of_form,
 )
 from .json_encoding import Malformed, check_at, shown, within
 
@@ -43,8 +43,8 @@ _STATE = re.compile(r"(?:rank\d{5,}/)?optimizer/([^/]*)/(.*)", re.DOTALL)
 _WITHOUT_NUMPY = ("BF16", "F8_E4M3", "F8_E5M2")
 SLICES = "$slices"  # in place of a state of the optimizer that has the parameter's shape
 
-file_name = named(FILE_NAME, "a file, such as rank00000-000.safetensors")
-_part_name = named(re.compile(r"part(-(pp|tp|ep)\d{1,9}){1,3}", re.ASCII), "a part, such as part-pp0-tp1")
+file_name = text_of_form(FILE_NAME, "a file, such as rank00000-000.safetensors")
+_part_name = text_of_form(re.compile(r"part(-(pp|tp|ep)\d{1,9}){1,3}", re.ASCII), "a part, such as part-pp0-tp1")
 
 
 def _one_sum(value: Any) -> None:
@@ -59,12 +59,12 @@ def sums(value: Any) -> None:
 
 # ---- the index ---------------------------------------------------------------------------------------------
 
-_PIECE = {"file": file_name, "key": text, "start": integer(), "stop": integer(), "crc32": sums}
-_SLICE = record(_PIECE, {"cut": integer()}, exact=True)
+_PIECE = {"file": file_name, "key": text, "start": integer_check(), "stop": integer_check(), "crc32": sums}
+_SLICE = record(_PIECE, {"cut": integer_check()}, exact=True)
 _TENSORS = mapping(
     record({"dtype": dtype_code, "shape": any_list, "slices": items(_SLICE)}, {"cuts": items(any_list)}, exact=True)
 )
-_FILES = mapping(record({"bytes": integer()}, {"header": nullable(text)}), file_name)
+_FILES = mapping(record({"bytes": integer_check()}, {"header": nullable(text)}), file_name)
 
 
 def check_index(content: Any) -> None:
@@ -85,16 +85,17 @@ def check_index(content: Any) -> None:
         {"class": text, "parameters": items(text), "buffers": items(text), "tied": mapping(text)},
         {"extra_state": each, "published": mapping(document, one_of(FILES))},
     )
-    optimizer = record({"class": text, "groups": items(group), "state": mapping(each)}, {"steps": integer()})
+    optimizer = record({"class": text, "groups": items(group), "state": mapping(each)}, {"steps": integer_check()})
     own = record({}, {"random": encoded, "hook": encoded, "states": mapping(each), "unreduced": boolean}, exact=True)
     compression = record(
-        {"method": text, "steps": integer(), "remainders": items(text), "states": mapping(each)}, {"in_step": boolean}
+        {"method": text, "steps": integer_check(), "remainders": items(text), "states": mapping(each)},
+        {"in_step": boolean},
     )
     record(
         {
-            "step": integer(),
-            "micro_step": integer(),
-            "ranks": integer(1),
+            "step": integer_check(),
+            "micro_step": integer_check(),
+            "ranks": integer_check(1),
             "engine": text,
             "model": model,
             "extra": encoded,
@@ -103,8 +104,8 @@ def check_index(content: Any) -> None:
             "tensors": _TENSORS,
         },
         {
-            "number": integer(),
-            "mesh": mapping(integer(2), one_of(MODEL_AXES)),
+            "number": integer_check(),
+            "mesh": mapping(integer_check(2), one_of(MODEL_AXES)),
             "parts": mapping(_one_sum, _part_name),
             "apart": text,
             "optimizer": optimizer,
@@ -164,14 +165,14 @@ def _counts(entry: Mapping[str, Any]) -> list[int]:
     for runs in entry["cuts"]:
         check_at("cuts", items(items(_run)), runs)
         cut = Cut(shape, tuple(tuple((start, stop) for start, stop in of_dim) for of_dim in runs))
-        problem = cuts.invalid(cut)
-        if problem or not cuts.count(cut):
+        problem = cuts.problem_of(cut)
+        if problem or not cuts.element_count(cut):
             raise Malformed(f"has a cut that {problem or 'is empty'}")
         found.append(cut)
-    problem = cuts.misfit(shape, found) if found else "has no cuts"
+    problem = cuts.coverage_problem(shape, found) if found else "has no cuts"
     if problem:
         raise Malformed(problem)
-    return [cuts.count(cut) for cut in found]
+    return [cuts.element_count(cut) for cut in found]
 
 
 def _run(value: Any) -> None:
@@ -223,9 +224,9 @@ def _check_compression(kept: Mapping[str, Any], parameters: set[str], tensors: M
         for key, value in states.items():
             if json_encoding.tag_of(value) not in ("$tensor", "$scalar"):
                 raise Malformed(f"compression.states.{name}.{key}: is {shown(value)}; needs a tensor")
-    named = {f"remainder/{name}" for name in kept["remainders"]}
+    expected = {f"remainder/{name}" for name in kept["remainders"]}
     for name in tensors:
-        if name.startswith("remainder/") and name not in named:
+        if name.startswith("remainder/") and name not in expected:
             raise Malformed(f"compression.remainders: lack {shown(name)}, which is among the tensors")
 
 

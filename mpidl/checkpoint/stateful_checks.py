@@ -19,7 +19,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from . import json_encoding
-from .json_checks import Check, boolean, integer, one_of, record
+from .json_checks import Check, boolean, integer_check, one_of, record
 from .json_encoding import Malformed, check_at, shown
 
 # Attributes that a step of a scheduler changes, and the next step reads.
@@ -30,35 +30,35 @@ _SAMPLERS = ("mpidl.data.sampler", "mpidl.data.loader")  # not imported before a
 _SEED = (1 << 64) - 1  # torch.manual_seed takes no more
 
 
-def number_of(encoded: Any) -> float | None:
+def value_of_number(encoded: Any) -> float | None:
     """Returns the value of an encoded number; None for anything else, booleans too."""
     if type(encoded) in (int, float):
         return encoded  # type: ignore[no-any-return]
     if json_encoding.tag_of(encoded) == "$float":
         return float(encoded["$float"])
     if json_encoding.tag_of(encoded) == "$scalar":
-        return float(torch.tensor(number_of(encoded["$scalar"][1]), dtype=getattr(torch, encoded["$scalar"][0])))
+        return float(torch.tensor(value_of_number(encoded["$scalar"][1]), dtype=getattr(torch, encoded["$scalar"][0])))
     return None
 
 
-def number(fits: Callable[[float], bool], needed: str) -> Check:
+def number_check(fits: Callable[[float], bool], needed: str) -> Check:
     """Returns a check for an encoded number that fits. needed: completes the error's "needs"."""
 
     def check(value: Any) -> None:
-        plain = number_of(value)
+        plain = value_of_number(value)
         if plain is None or not fits(plain):
             raise Malformed(f"is {shown(value if plain is None else plain)}; needs {needed}")
 
     return check
 
 
-count: Check = number(lambda value: 0 <= value < math.inf, "a finite number of at least 0")
-any_number: Check = number(lambda value: True, "a number")
-_above_0 = number(lambda value: value > 0, "a number above 0")
+count_check: Check = number_check(lambda value: 0 <= value < math.inf, "a finite number of at least 0")
+any_number_check: Check = number_check(lambda value: True, "a number")
+_above_0 = number_check(lambda value: value > 0, "a number above 0")
 
 _RANGES: dict[str, Check] = {
-    **dict.fromkeys(("_step_count", "num_bad_epochs", "cooldown_counter"), integer()),
-    **dict.fromkeys(("T_i", "total_steps"), integer(1)),
+    **dict.fromkeys(("_step_count", "num_bad_epochs", "cooldown_counter"), integer_check()),
+    **dict.fromkeys(("T_i", "total_steps"), integer_check(1)),
     **dict.fromkeys(("step_size", "T_max", "T_0", "T_mult", "total_size", "step_ratio"), _above_0),
 }
 _RATES, _MOMENTA = one_of(("initial_lr", "max_lr", "min_lr")), one_of(("max_momentum", "base_momentum"))
@@ -75,22 +75,22 @@ _FLOAT32 = torch.finfo(torch.float32).max
 _SCALER = record(
     {
         # A factor of 1 keeps the scale: the setters of torch's GradScaler take it.
-        "scale": number(lambda v: 2.0**-149 <= v <= _FLOAT32, "a number above 0 that is finite in float32"),
-        "growth_factor": number(lambda v: 1 <= v < math.inf, "a finite number of at least 1"),
-        "backoff_factor": number(lambda v: 0 < v <= 1, "a number above 0, of at most 1"),
-        "growth_interval": integer(1),
-        "_growth_tracker": number(lambda v: type(v) is int and 0 <= v < 1 << 31, "an integer of 0 to 2147483647"),
+        "scale": number_check(lambda v: 2.0**-149 <= v <= _FLOAT32, "a number above 0 that is finite in float32"),
+        "growth_factor": number_check(lambda v: 1 <= v < math.inf, "a finite number of at least 1"),
+        "backoff_factor": number_check(lambda v: 0 < v <= 1, "a number above 0, of at most 1"),
+        "growth_interval": integer_check(1),
+        "_growth_tracker": number_check(lambda v: type(v) is int and 0 <= v < 1 << 31, "an integer of 0 to 2147483647"),
     },
-    {"skipped_steps": integer()},
+    {"skipped_steps": integer_check()},
 )
 
 _POSITION = record(
     {
-        "epoch": integer(),
-        "seed": number(lambda v: type(v) is int and 0 <= v <= _SEED, "an integer of 0 to 2^64 - 1"),
+        "epoch": integer_check(),
+        "seed": number_check(lambda v: type(v) is int and 0 <= v <= _SEED, "an integer of 0 to 2^64 - 1"),
         "shuffle": boolean,
-        "samples": integer(),
-        "consumed": integer(),
+        "samples": integer_check(),
+        "consumed": integer_check(),
     }
 )
 
@@ -111,7 +111,7 @@ def check_state(stateful: Any, saved: Any, here: Any) -> None:
     if isinstance(stateful, LRScheduler):
         if not _is_own(type(stateful).__module__):
             here = {key: here[key] for key in ("last_epoch",) if isinstance(here, Mapping) and key in here}
-        _scheduler(stateful, saved, json_encoding.encode(here, "scheduler", {}))
+        _check_scheduler(stateful, saved, json_encoding.encode(here, "scheduler", {}))
     elif isinstance(stateful, torch.amp.GradScaler):
         if here and saved != {}:
             _SCALER(saved)
@@ -132,9 +132,9 @@ def _is_own(module: str | None) -> bool:
     return (module or "").partition(".")[0] in ("torch", "mpidl")
 
 
-def _scheduler(part: Any, saved: Any, here: Any, depth: int = 0) -> None:
+def _check_scheduler(part: Any, saved: Any, here: Any, depth: int = 0) -> None:
     """Checks the state of a scheduler, and of those in it. depth: of how many it is a part."""
-    _kinds_agree(saved, here)
+    _check_kinds_agree(saved, here)
     saved, here = json_encoding.inner_of(saved), json_encoding.inner_of(here)
     of_torch = _is_own(type(part).__module__)
     for key in saved if of_torch else ():
@@ -145,71 +145,71 @@ def _scheduler(part: Any, saved: Any, here: Any, depth: int = 0) -> None:
             raise Malformed(f"lacks {key}")
     if "last_epoch" in here:
         # Each SequentialLR around a scheduler counts one back.
-        check_at("last_epoch", _kinds_agree, saved["last_epoch"], here["last_epoch"])
-        check_at("last_epoch", integer(-max(depth, 1)) if of_torch else any_number, saved["last_epoch"])
+        check_at("last_epoch", _check_kinds_agree, saved["last_epoch"], here["last_epoch"])
+        check_at("last_epoch", integer_check(-max(depth, 1)) if of_torch else any_number_check, saved["last_epoch"])
     for key in [key for key in saved if of_torch and key in here and key != "last_epoch"]:
         if key == "_schedulers":
-            check_at(key, _each_scheduler, part, saved[key], here[key], depth)
+            check_at(key, _check_each_scheduler, part, saved[key], here[key], depth)
         else:
-            check_at(key, _value, key, saved[key], here[key])
+            check_at(key, _check_value, key, saved[key], here[key])
 
 
-def _each_scheduler(part: Any, saved: Any, here: Any, depth: int) -> None:
-    _kinds_agree(saved, here)
+def _check_each_scheduler(part: Any, saved: Any, here: Any, depth: int) -> None:
+    _check_kinds_agree(saved, here)
     was, now = json_encoding.inner_of(saved), json_encoding.inner_of(here)
     for place, one in enumerate(part._schedulers):
         if _is_own(getattr(one.load_state_dict, "__module__", None)):
-            check_at(place, _scheduler, one, was[place], now[place], depth + 1)
+            check_at(place, _check_scheduler, one, was[place], now[place], depth + 1)
 
 
-def _value(key: str, saved: Any, here: Any) -> None:
+def _check_value(key: str, saved: Any, here: Any) -> None:
     """Compares a value of a scheduler with that here. key: the nearest one; items of a list have the list's."""
     if key in _OF_CALLABLES:
-        _callables(saved, here)
+        _check_callables(saved, here)
         return
     if key in _NONE_OR_NUMBER and None in (saved, here):
-        _kinds_agree(saved, None if saved is None else 0)
+        _check_kinds_agree(saved, None if saved is None else 0)
         return
-    _kinds_agree(saved, here)
+    _check_kinds_agree(saved, here)
     if key == "milestones":
-        _milestones(saved)
+        _check_milestones(saved)
     elif _kind(here) == "number":
-        _number(key, saved)
+        _check_number(key, saved)
     elif _kind(here) == "text" and saved != here:
         _WORDS.get(key, lambda value: None)(saved)
     else:
         one, other = json_encoding.inner_of(saved), json_encoding.inner_of(here)
         for name in other:
             if name in one:
-                check_at(name, _value, name if isinstance(name, str) else key, one[name], other[name])
+                check_at(name, _check_value, name if isinstance(name, str) else key, one[name], other[name])
             elif key == "_schedule_phases":
                 raise Malformed(f"lacks {name}")
 
 
-def _number(key: str, saved: Any) -> None:
-    plain = number_of(saved)
+def _check_number(key: str, saved: Any) -> None:
+    plain = value_of_number(saved)
     if type(plain) is int and abs(plain) > sys.float_info.max:
         raise Malformed(f"is {shown(plain)}; needs a number that fits in 64 bits")
     if key in _RANGES:
         _RANGES[key](saved)
 
 
-def _callables(saved: Any, here: Any) -> None:
+def _check_callables(saved: Any, here: Any) -> None:
     """Checks that None or attributes stand for each callable; not what attributes."""
     if isinstance(here, list):
-        _kinds_agree(saved, here)
+        _check_kinds_agree(saved, here)
         for place, one in json_encoding.inner_of(saved).items():
-            check_at(place, _callables, one, None)
+            check_at(place, _check_callables, one, None)
     elif saved is not None:
-        _kinds_agree(saved, {})
+        _check_kinds_agree(saved, {})
 
 
-def _milestones(saved: Any) -> None:
+def _check_milestones(saved: Any) -> None:
     """Checks how often each of MultiStepLR's milestones was given."""
     for key, times in json_encoding.inner_of(saved).items():
         if type(key) not in (int, float):
             raise Malformed(f"has {shown(key)}; needs the numbers of epochs")
-        check_at(key, integer(1), times)
+        check_at(key, integer_check(1), times)
 
 
 def _kind(encoded: Any) -> str:
@@ -218,7 +218,7 @@ def _kind(encoded: Any) -> str:
     return "boolean" if type(encoded) is bool else json_encoding.kind_of(encoded)
 
 
-def _kinds_agree(saved: Any, here: Any) -> None:
+def _check_kinds_agree(saved: Any, here: Any) -> None:
     """Raises Malformed unless both are numbers, texts, sequences of as many values, ...; anything fits None here."""
     was, now = _kind(saved), _kind(here)
     if now == "None" or json_encoding.one_is_scalar(saved, here):

@@ -42,7 +42,7 @@ class TensorSpan:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFile:
     """A file that is on the disk.
 
     bytes: of the whole file.
@@ -108,12 +108,12 @@ def write_file(
     path: Path,
     tensors: Sequence[tuple[str, torch.dtype, Sequence[int], Callable[[], torch.Tensor]]],
     metadata: Mapping[str, str] | None = None,
-) -> Written:
+) -> WrittenFile:
     """Writes tensors (name, dtype, shape, function that returns the values) into a new file, and waits for the disk."""
     first, spans = header_of([(name, dtype, shape) for name, dtype, shape, _ in tensors], metadata)
     by_name = {name: values for name, _, _, values in tensors}
     sums: dict[str, list[str]] = {}
-    with naming(path), path.open("xb", buffering=0) as file:
+    with naming_path(path), path.open("xb", buffering=0) as file:
         write_all(file.fileno(), first)
         for name in spans:
             sums[name] = []
@@ -122,7 +122,7 @@ def write_file(
                 write_all(file.fileno(), block)
         os.fsync(file.fileno())
         size = os.fstat(file.fileno()).st_size
-    return Written(size, checksum(first), sums)
+    return WrittenFile(size, checksum(first), sums)
 
 
 def write_all(descriptor: int, data: Any, offset: int | None = None) -> None:
@@ -137,7 +137,7 @@ def write_all(descriptor: int, data: Any, offset: int | None = None) -> None:
         left = left[done:]
 
 
-class naming:
+class naming_path:
     """Context manager that adds a file's path to an OSError that names no file."""
 
     def __init__(self, path: Path) -> None:
@@ -161,7 +161,7 @@ class TensorFile:
         self.path = path
         self._descriptor = -1
         try:
-            with naming(path):
+            with naming_path(path):
                 self.bytes = os.fstat(self._opened()).st_size
                 self.spans = self._read_header(self._opened())
         except BaseException:
@@ -202,7 +202,7 @@ class TensorFile:
         """Fills the memory with the bytes at an offset of the file."""
         descriptor = self._opened()
         while len(target):
-            with naming(self.path):
+            with naming_path(self.path):
                 done = os.preadv(descriptor, [target[: 64 << 20]], offset)
             if done == 0:
                 raise CheckpointError(f"{self.path}: is cut short at byte {offset}")

@@ -32,16 +32,18 @@ from ..job.agreement import Failure, attempt, error_of, failure_of, on_rank_0
 from ..job.ending import BACKGROUND_ERRORS, TEMP_PATHS
 from ..job.objects import all_gather_object
 from . import cuts, folder, index, parts
-from .collect import Piece, joined, rank_name
+from .collect import PieceToWrite, join_descriptions, rank_name
 from .engine import Engine
 from .json_checks import CODES
 from .tensorfile import write_file
 
 _PAUSE = 0.01  # seconds between two looks at what the other ranks have left
-Part = dict[str, Any]
+RankFiles = dict[str, Any]
 
 
-def write_part(path: Path, rank: int, pieces: Sequence[Piece], own: dict[str, Any], file_bytes: int) -> Part:
+def write_part(
+    path: Path, rank: int, pieces: Sequence[PieceToWrite], own: dict[str, Any], file_bytes: int
+) -> RankFiles:
     """Writes this rank's files, none much larger than `file_bytes`, and describes them. Raises OSError.
 
     own: JSON of this rank, for the index.
@@ -62,8 +64,8 @@ def write_part(path: Path, rank: int, pieces: Sequence[Piece], own: dict[str, An
     return {"files": files, "tensors": tensors, "own": own}
 
 
-def _groups(pieces: Sequence[Piece], file_bytes: int) -> list[list[Piece]]:
-    groups: list[list[Piece]] = []
+def _groups(pieces: Sequence[PieceToWrite], file_bytes: int) -> list[list[PieceToWrite]]:
+    groups: list[list[PieceToWrite]] = []
     size = 0
     for piece in pieces:
         if not groups or (size and size + piece.bytes > file_bytes):
@@ -86,13 +88,13 @@ class Saving:
         comm: Communicator,
         temporary: Path,
         into: Path,
-        write: Callable[[], Part],
-        finish: Callable[[list[Part]], Path],
+        write: Callable[[], RankFiles],
+        finish: Callable[[list[RankFiles]], Path],
     ) -> None:
         self.path = temporary.with_name(temporary.stem)
         self._comm, self._temporary, self._into, self._finish = comm, temporary, into, finish
         self._unfinished = {temporary, folder.temporary_of(temporary.with_name(folder.LATEST))}
-        self._write: Callable[[], Part] | None = write
+        self._write: Callable[[], RankFiles] | None = write
         self._thread: threading.Thread | None = None
         self._failures: tuple[Failure | None, Failure | None] = (None, None)  # to write, to finish
         self._error: str | None = None
@@ -112,7 +114,7 @@ class Saving:
         finally:
             TEMP_PATHS.difference_update(self._unfinished)
         if error is not None:
-            raise self._explained(str(error)) from cause
+            raise self._error_with_step(str(error)) from cause
 
     def _commit_together(self) -> tuple[MpidlError | None, BaseException | None]:
         """Writes this rank's part, and commits all on rank 0. Returns the error of all ranks, and its cause."""
@@ -128,7 +130,7 @@ class Saving:
 
     def start(self) -> None:
         """Writes in a thread, while the program goes on; at once on a rank that can start none. Collective."""
-        thread = threading.Thread(target=self._behind, name="mpidl-checkpoint", daemon=False)
+        thread = threading.Thread(target=self._write_in_background, name="mpidl-checkpoint", daemon=False)
         try:
             TEMP_PATHS.update(self._unfinished)
             with contextlib.suppress(OSError):  # a full disk is found out when there is more to write
@@ -139,7 +141,7 @@ class Saving:
                 thread.start()
             except RuntimeError:  # the system has no more; rank 0's thread waits for this rank's part
                 self._thread = None
-                self._behind()
+                self._write_in_background()
         except BaseException:  # of this rank alone, such as an interrupt
             if self._thread is None:
                 TEMP_PATHS.difference_update(self._unfinished)
@@ -175,16 +177,16 @@ class Saving:
             finally:
                 TEMP_PATHS.difference_update(self._unfinished)
         if self._error is not None:
-            raise self._explained(self._error)
+            raise self._error_with_step(self._error)
         return self.path
 
-    def _behind(self) -> None:
-        part, failed, _ = attempt(self._written)
+    def _write_in_background(self) -> None:
+        part, failed, _ = attempt(self._write_and_mark)
         failed_to_finish = None
         if self._comm.rank == 0:
-            _, failed_to_finish, error = attempt(lambda: self._finish(self._all_parts(part, failed)))
+            _, failed_to_finish, error = attempt(lambda: self._finish(self._wait_for_parts(part, failed)))
             if error is not None:
-                BACKGROUND_ERRORS[self._temporary] = self._comm, str(self._explained(str(error)))
+                BACKGROUND_ERRORS[self._temporary] = self._comm, str(self._error_with_step(str(error)))
         self._failures = (failed, failed_to_finish)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -193,7 +195,7 @@ class Saving:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
-    def _written(self) -> Part:
+    def _write_and_mark(self) -> RankFiles:
         writing = self._mark("writing")
         try:
             part = self._write_once()
@@ -201,26 +203,26 @@ class Saving:
             return part
         except Exception as error:
             with contextlib.suppress(OSError):
-                for useless in self._into.glob(f"{rank_name(self._comm.rank)}-*"):  # on a full disk: makes room
-                    useless.unlink()
+                for file in self._into.glob(f"{rank_name(self._comm.rank)}-*"):  # on a full disk: makes room
+                    file.unlink()
                 folder.write_text(self._mark("failed"), json.dumps(failure_of(error)))
             raise
         finally:
             with contextlib.suppress(OSError):
                 writing.unlink()
 
-    def _write_once(self) -> Part:
+    def _write_once(self) -> RankFiles:
         write, self._write = self._write, None  # which holds the copies, and is held for as long as a model is
         assert write is not None
         return write()
 
-    def _all_parts(self, own: Part | None, failed: Failure | None) -> list[Part]:
+    def _wait_for_parts(self, own: RankFiles | None, failed: Failure | None) -> list[RankFiles]:
         """Waits for all ranks' threads and returns their parts. Raises the error that `wait` will, if a rank failed."""
         parts, failures = [own or {}], [failed]
         for rank in range(1, self._comm.size):
             while self._mark("writing", rank).exists():
                 time.sleep(_PAUSE)
-            part, failed = self._left_by(rank)
+            part, failed = self._read_mark(rank)
             parts.append(part)
             failures.append(failed)
         error = error_of(failures)
@@ -230,7 +232,7 @@ class Saving:
             self._mark("json", rank).unlink()
         return parts
 
-    def _left_by(self, rank: int) -> tuple[Part, Failure | None]:
+    def _read_mark(self, rank: int) -> tuple[RankFiles, Failure | None]:
         with contextlib.suppress(FileNotFoundError):
             return json.loads(self._mark("json", rank).read_text()), None
         with contextlib.suppress(FileNotFoundError):
@@ -245,27 +247,27 @@ class Saving:
         if self._comm.rank == 0:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def _explained(self, text: str) -> CheckpointError:
+    def _error_with_step(self, text: str) -> CheckpointError:
         return CheckpointError(f"{text}; {self.path.name} was not saved, and earlier checkpoints are as they were")
 
 
-def finisher(
+def make_commit(
     temporary: Path, engine: Engine, about: dict[str, Any], keep_last: int | None
-) -> Callable[[list[Part]], Path]:
-    """Returns the function that commits on rank 0. It takes the ranks' parts, which `labelled` has labelled."""
+) -> Callable[[list[RankFiles]], Path]:
+    """Returns the function that commits on rank 0. It takes the files of the ranks, each with its part's label."""
     of, join = engine.part, engine.join
 
-    def finish(written: list[Part]) -> Path:
+    def finish(written: list[RankFiles]) -> Path:
         if of.joined:
             written = sorted(written, key=lambda one: int(one["rank"]))
-            whole = joined(join, [one["about"] for one in written if one["about"] is not None])
-            return folder.commit(temporary, _merged(temporary, whole, written), keep_last)
+            whole = join_descriptions(join, [one["about"] for one in written if one["about"] is not None])
+            return folder.commit(temporary, _merge_index(temporary, whole, written), keep_last)
         if not of.sizes:
-            return folder.commit(temporary, _merged(temporary, about, written), keep_last)
+            return folder.commit(temporary, _merge_index(temporary, about, written), keep_last)
         texts = {}
         for name in of.names:
             ranks = sorted((one for one in written if one["part"] == name), key=lambda one: int(one["rank"]))
-            texts[name] = _merged(temporary / name, ranks[0]["about"], ranks).text()
+            texts[name] = _merge_index(temporary / name, ranks[0]["about"], ranks).text()
             folder.write_text(temporary / name / index.NAME, texts[name])
             folder.sync(temporary / name)
         return folder.commit(temporary, parts.index_of_parts(temporary, of, about, texts), keep_last)
@@ -273,12 +275,12 @@ def finisher(
     return finish
 
 
-def labelled(written: Part, of: parts.ModelPart, about: dict[str, Any]) -> Part:
+def with_part_label(written: RankFiles, of: parts.ModelPart, about: dict[str, Any]) -> RankFiles:
     """Adds the part's name, the rank in it and its index to a rank's files, where a model lies in parts."""
     if not of.sizes:
         return written
     return {**written, "part": of.name, "rank": of.rank, "about": about if of.comm.rank == 0 else None}
 
 
-def _merged(path: Path, about: dict[str, Any], written: list[Part]) -> index.Index:
+def _merge_index(path: Path, about: dict[str, Any], written: list[RankFiles]) -> index.Index:
     return index.merge(path, {**about, "own": [one["own"] for one in written]}, written)

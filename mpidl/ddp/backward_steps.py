@@ -44,7 +44,7 @@ from .used_gradient import UsedGradient
 
 
 @dataclass
-class _InFlight:
+class _BufferedBucket:
     """A bucket that has a buffer.
 
     reached: flags of its parameters, of all ranks once `reached_work` has ended.
@@ -84,7 +84,7 @@ class BackwardSteps:
         self._partial = {optimizer: PartialSteps(optimizer) for optimizer in optimizers}
         self._optimizer_of: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
         self._buffers: list[torch.Tensor] = []
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[_BufferedBucket] = deque()
         self._streams: set[Any] = set()  # that were the last to read a buffer
         self._number = 0  # of buckets launched in this pass
         self._stepped: list[torch.nn.Parameter] = []  # in this pass
@@ -161,7 +161,7 @@ class BackwardSteps:
 
         If the reduction raises, gradients stay where they are.
         """
-        launched = _InFlight(bucket, self._take_buffer(bucket), np.array(given, np.uint8))
+        launched = _BufferedBucket(bucket, self._take_buffer(bucket), np.array(given, np.uint8))
         self._in_flight.append(launched)
         bucket.allocate(launched.buffer)
         for p, view in zip(bucket.parameters, bucket.views, strict=True):
@@ -204,7 +204,7 @@ class BackwardSteps:
         self._apply_means(oldest)
         self._drop_oldest()
 
-    def _apply_means(self, done: _InFlight) -> None:
+    def _apply_means(self, done: _BufferedBucket) -> None:
         """Steps with the means, or leaves them to parameters that have no optimizer here."""
         mine = []
         try:

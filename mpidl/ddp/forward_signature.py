@@ -26,10 +26,10 @@ class ForwardSignature:
 
     @uncompiled
     def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
-        return self._function if wrapper is None else _Method(self._function, wrapper)
+        return self._function if wrapper is None else _BoundForward(self._function, wrapper)
 
 
-class _Method(functools.partial):  # type: ignore[type-arg]  # as a call of it has no frame of Python's
+class _BoundForward(functools.partial):  # type: ignore[type-arg]  # as a call of it has no frame of Python's
     """The function bound to a wrapper, as a bound method is."""
 
     @property
@@ -49,7 +49,7 @@ class _Method(functools.partial):  # type: ignore[type-arg]  # as a call of it h
         return inspect.signature(self.__self__.module.forward)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Method) and self.__self__ is other.__self__ and self.func is other.func
+        return isinstance(other, _BoundForward) and self.__self__ is other.__self__ and self.func is other.func
 
     def __hash__(self) -> int:
         return hash((id(self.__self__), self.func))

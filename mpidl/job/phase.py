@@ -39,7 +39,7 @@ _NAMES_OF_BACKWARD = {_name(code) for code in _BACKWARD}
 _NAME_OF_STEP, _NAME_OF_MODULE = _name(_STEP), _name(torch.nn.Module.__call__.__code__)
 
 
-class _Steps:
+class _StepCounter:
     """Counts the steps of the main thread. completed: so many."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class _Steps:
 @cache
 def follow_steps() -> None:
     """Adds the phase and the step of this process to the watchdog's reports from now on."""
-    describe_program(phase=_Steps().phase)
+    describe_program(phase=_StepCounter().phase)
 
 
 def _codes(frame: FrameType | None) -> Iterator[CodeType]:

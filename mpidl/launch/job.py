@@ -27,7 +27,7 @@ from ..job.control_group import killed_for_memory
 from ..resuming import NEWEST_CHECKPOINT
 from .command import is_launcher
 from .report import Report
-from .streams import Stream
+from .streams import OutputStream
 
 _RANK = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 _LIBC = ctypes.CDLL(None)
@@ -56,7 +56,7 @@ class Job:
             environment[NEWEST_CHECKPOINT] = newest_checkpoint
         self.report = Report(Witness(self.token))
         # MPICH tells on standard output which process was killed.
-        self._streams = [Stream(pty.STDERR_FILENO), Stream(pty.STDOUT_FILENO)]
+        self._streams = [OutputStream(pty.STDERR_FILENO), OutputStream(pty.STDOUT_FILENO)]
         try:
             self._process = subprocess.Popen(
                 command,

@@ -22,7 +22,7 @@ _WINSIZE_BYTES = 8  # bytes of a struct winsize
 _OUTPUT = 1  # index of the output flags in termios' attributes
 
 
-class Stream:
+class OutputStream:
     """Passes on to the descriptor `target`, in a thread. write_end: the descriptor for the command to write to.
 
     To be followed by `begin`, once the command has the write end.

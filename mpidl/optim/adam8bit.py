@@ -88,11 +88,11 @@ class Adam8bit(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                entry = self.state[p]
-                if not entry:
-                    entry.update(self._encoded(p, _zeros(p)))
-                entry["step"] += 1
-                self._step(p, entry, group)
+                state = self.state[p]
+                if not state:
+                    state.update(self._encoded(p, _zeros(p)))
+                state["step"] += 1
+                self._step(p, state, group)
         return loss
 
     def _step(self, p: torch.Tensor, entry: dict[str, Any], group: dict[str, Any]) -> None:
@@ -105,18 +105,18 @@ class Adam8bit(torch.optim.Optimizer):
         else:
             size = flat.numel()
             chunk = min(_CHUNK, size) if p.device.type == "cpu" else size
-            room = {name: torch.empty(blocks(chunk) * BLOCK, device=p.device) for name in _MOMENTS}
+            fp32_buffers = {name: torch.empty(blocks(chunk) * BLOCK, device=p.device) for name in _MOMENTS}
             for first in range(0, size, max(chunk, 1)):  # a rank may have nothing of a parameter
                 part = slice(first, min(first + chunk, size))
-                here = slice(first // BLOCK, blocks(part.stop))
+                block_range = slice(first // BLOCK, blocks(part.stop))
                 count = part.stop - first
-                wide = {name: values[: blocks(count) * BLOCK] for name, values in room.items()}
+                wide = {name: values[: blocks(count) * BLOCK] for name, values in fp32_buffers.items()}
                 for name, signed in _MOMENTS.items():
-                    decode(moments[name][part], entry[name + _SCALE][here], signed, wide[name])
+                    decode(moments[name][part], entry[name + _SCALE][block_range], signed, wide[name])
                 m, v = wide["exp_avg"][:count], wide["exp_avg_sq"][:count]
                 self._update(flat[part], grad[part], m, v, entry, group)
                 for name, signed in _MOMENTS.items():
-                    encode(wide[name], moments[name][part], entry[name + _SCALE][here], signed)
+                    encode(wide[name], moments[name][part], entry[name + _SCALE][block_range], signed)
         if flat.data_ptr() != p.data_ptr():  # a copy, in the order of elements
             p.detach().copy_(flat.view(p.shape))
 
@@ -132,19 +132,19 @@ class Adam8bit(torch.optim.Optimizer):
         """Adam's step on a flat part of a parameter, in the dtype of the moments."""
         beta1, beta2 = group["betas"]
         lr, decay, step = float(group["lr"]), float(group["weight_decay"]), float(entry["step"])
-        own, g = w.to(m.dtype), grad.to(m.dtype)
+        weights, g = w.to(m.dtype), grad.to(m.dtype)
         if group["maximize"]:
             g = -g
         if decay and self._decoupled:
-            own.mul_(1 - lr * decay)
+            weights.mul_(1 - lr * decay)
         elif decay:
-            g = g.add(own, alpha=decay)
+            g = g.add(weights, alpha=decay)
         m.lerp_(g, 1 - beta1)
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         scale = v.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
-        own.addcdiv_(m, scale, value=-lr / (1 - beta1**step))
-        if own.data_ptr() != w.data_ptr():
-            w.copy_(own)
+        weights.addcdiv_(m, scale, value=-lr / (1 - beta1**step))
+        if weights.data_ptr() != w.data_ptr():
+            w.copy_(weights)
 
     # ---- state -----------------------------------------------------------------------------------------------
 
@@ -159,28 +159,28 @@ class Adam8bit(torch.optim.Optimizer):
         for name, signed in _MOMENTS.items():
             if name + _SCALE in entry:
                 codes, scales = entry[name], entry[name + _SCALE]
-                room = torch.empty(scales.numel() * BLOCK, device=codes.device)
-                decode(codes.reshape(-1), scales.to(codes.device), signed, room)
-                found[name] = room[: codes.numel()].view(codes.shape)
+                fp32_buffers = torch.empty(scales.numel() * BLOCK, device=codes.device)
+                decode(codes.reshape(-1), scales.to(codes.device), signed, fp32_buffers)
+                found[name] = fp32_buffers[: codes.numel()].view(codes.shape)
         return found
 
     @torch.no_grad()
     def _encoded(self, p: torch.Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Encodes Adam's state of a parameter, or of a slice of one, if that has 4096 elements."""
-        made = dict(entry)
-        if not torch.is_tensor(made.get("step")):
-            made["step"] = torch.tensor(float(made.get("step", 0)))
+        encoded = dict(entry)
+        if not torch.is_tensor(encoded.get("step")):
+            encoded["step"] = torch.tensor(float(encoded.get("step", 0)))
         if whole_size(p) < EIGHT_BIT_LEAST:
-            return made
+            return encoded
         for name, signed in _MOMENTS.items():
-            given = made[name].detach().reshape(-1)
+            given = encoded[name].detach().reshape(-1)
             padded = torch.zeros(blocks(given.numel()) * BLOCK, device=given.device)
             padded[: given.numel()] = given
-            made[name] = torch.empty(given.numel(), dtype=torch.uint8, device=given.device)
-            made[name + _SCALE] = torch.empty(blocks(given.numel()), 1, device=given.device)
-            encode(padded, made[name], made[name + _SCALE], signed)
-            made[name] = made[name].view(entry[name].shape)
-        return made
+            encoded[name] = torch.empty(given.numel(), dtype=torch.uint8, device=given.device)
+            encoded[name + _SCALE] = torch.empty(blocks(given.numel()), 1, device=given.device)
+            encode(padded, encoded[name], encoded[name + _SCALE], signed)
+            encoded[name] = encoded[name].view(entry[name].shape)
+        return encoded
 
     def to_8bit(self, p: torch.Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Returns this optimizer's state of a parameter or slice from Adam's, whose tensors it may take over."""

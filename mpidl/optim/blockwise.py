@@ -33,23 +33,23 @@ BLOCK = 256  # elements of a scale
 
 
 @dataclass(frozen=True, eq=False)
-class Book:
+class CodeBook:
     """A code book.
 
     values: fp32 [256], ascending.
     signed: also of negative numbers.
-    first, border: by the first 16 bits of a number of -1 .. 1, as uint8 and fp32 [65536]: the code of the lowest such
-    number, and the border above which the next code is taken.
+    lowest_code, border: by the first 16 bits of a number of -1 .. 1, as uint8 and fp32 [65536]: the code of the lowest
+    such number, and the border above which the next code is taken.
     """
 
     values: torch.Tensor
     signed: bool
-    first: torch.Tensor
+    lowest_code: torch.Tensor
     border: torch.Tensor
 
 
 @cache
-def book(signed: bool, device: torch.device) -> Book:
+def code_book(signed: bool, device: torch.device) -> CodeBook:
     """Makes the code book of signed or of non-negative numbers."""
     values = _tree(signed)
     borders = (values[1:] + values[:-1]) / 2
@@ -61,11 +61,11 @@ def book(signed: bool, device: torch.device) -> Book:
     ends = np.stack([halves * 65536, halves * 65536 + 0xFFFF]).astype(np.uint32).view(np.float32)
     with np.errstate(invalid="ignore"):  # some are NaN
         lowest = np.nan_to_num(ends.astype(np.float64).min(0))
-    first = np.searchsorted(borders, lowest)
-    border = np.append(borders, np.inf)[first]
-    tensors = (values.astype(np.float32), first.astype(np.uint8), border.astype(np.float32))
+    lowest_code = np.searchsorted(borders, lowest)
+    border = np.append(borders, np.inf)[lowest_code]
+    tensors = (values.astype(np.float32), lowest_code.astype(np.uint8), border.astype(np.float32))
     made = [torch.from_numpy(tensor).to(device) for tensor in tensors]
-    return Book(made[0], signed, made[1], made[2])
+    return CodeBook(made[0], signed, made[1], made[2])
 
 
 def _tree(signed: bool) -> np.ndarray:
@@ -90,26 +90,26 @@ def encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, sign
     codes: uint8 [up to n * 256]; a shorter one leaves out the padding, which must be zero.
     scales: fp32 [n, 1].
     """
-    known = book(signed, values.device)
+    known = code_book(signed, values.device)
     rows = values.view(values.numel() // BLOCK, BLOCK)
     torch.amax(rows, 1, keepdim=True, out=scales)
     if signed:
         lowest = rows.amin(1, keepdim=True)
         torch.where(scales >= -lowest, scales, lowest, out=scales)
     rows.div_(torch.where(scales == 0, 1.0, scales))
-    place = torch.bitwise_right_shift(values.view(torch.int32), 16)
+    prefix = torch.bitwise_right_shift(values.view(torch.int32), 16)
     if signed:
-        place += 32768
+        prefix += 32768
     else:  # of NaN, too
-        place.bitwise_and_(0xFFFF)
-    above = values > torch.index_select(known.border, 0, place)
-    place_codes = torch.index_select(known.first, 0, place).add_(above.view(torch.uint8))
-    codes.copy_(place_codes[: codes.numel()])
+        prefix.bitwise_and_(0xFFFF)
+    above = values > torch.index_select(known.border, 0, prefix)
+    found_codes = torch.index_select(known.lowest_code, 0, prefix).add_(above.view(torch.uint8))
+    codes.copy_(found_codes[: codes.numel()])
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, signed: bool, out: torch.Tensor) -> None:
     """Decodes into whole blocks: fp32 [n * 256], zero behind the codes, uint8 [up to n * 256]."""
-    known = book(signed, codes.device)
+    known = code_book(signed, codes.device)
     size = codes.numel()
     torch.index_select(known.values, 0, codes.int(), out=out[:size])
     out[size:] = 0

@@ -100,7 +100,7 @@ class Dion(torch.optim.Optimizer):
             super().__init__(params, defaults)
         else:
             check_everywhere(process_group, partial(super().__init__, params, defaults))
-            self._compare(process_group)
+            self._check_groups_agree(process_group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group after a check of its settings; settings that it lacks are the optimizer's."""
@@ -141,62 +141,62 @@ class Dion(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self.process_group is not None and not self._is_compared:
-            self._compare(self.process_group)
-        work, others, is_sparse = [], [], False
+            self._check_groups_agree(self.process_group)
+        matrix_steps, others, is_sparse = [], [], False
         for group in self.param_groups:
             for p in group["params"]:
                 is_sparse |= p.grad is not None and p.grad.is_sparse
                 if group["rule"] == "dion":
-                    work.append((p, group))
+                    matrix_steps.append((p, group))
                 elif p.grad is not None:
                     others.append((p, p.grad, group))
-        reached = [p.grad is not None for p, _ in work]
-        if self.process_group is not None and reached:
+        has_gradient = [p.grad is not None for p, _ in matrix_steps]
+        if self.process_group is not None and has_gradient:
             dense = [gradient for _, gradient, _ in others if not gradient.is_sparse]
-            reached = self._reached_anywhere(self.process_group, reached, is_sparse, dense)
+            has_gradient = self._has_gradient_anywhere(self.process_group, has_gradient, is_sparse, dense)
         elif is_sparse:
             raise ConfigurationError(_SPARSE)
         for p, gradient, group in others:
             self._adamw(p, gradient, group)
-        self._dion([pair for pair, any_rank in zip(work, reached, strict=True) if any_rank])
+        self._dion([pair for pair, any_rank in zip(matrix_steps, has_gradient, strict=True) if any_rank])
         return loss
 
-    def _compare(self, comm: Communicator) -> None:
+    def _check_groups_agree(self, comm: Communicator) -> None:
         """Compares the ranks' settings, by which they send and step. Raises ModelMismatch on every rank."""
         settings: dict[str, Any] = {}
         for number, group in enumerate(self.param_groups):
-            told = {name: group[name] for name in ("rule", "rank_fraction", "mu", "betas", "eps")}
-            told["shapes"] = [(tuple(p.shape), p.dtype) for p in group["params"]]
-            settings |= {f"{name} of group {number}": value for name, value in told.items()}
+            compared = {name: group[name] for name in ("rule", "rank_fraction", "mu", "betas", "eps")}
+            compared["shapes"] = [(tuple(p.shape), p.dtype) for p in group["params"]]
+            settings |= {f"{name} of group {number}": value for name, value in compared.items()}
         check_settings_agree(comm, "Dion", settings)
         self._is_compared = True
 
-    def _reached_anywhere(
-        self, comm: Communicator, reached: list[bool], is_sparse: bool, others: Sequence[torch.Tensor]
+    def _has_gradient_anywhere(
+        self, comm: Communicator, has_gradient: list[bool], is_sparse: bool, others: Sequence[torch.Tensor]
     ) -> list[bool]:
         """Tells which matrices have a gradient on some rank. others: gradients, compared between the ranks.
 
         Raises ConfigurationError on every rank if one has a sparse gradient.
         """
         total = _sum_of_squares(others)
-        told = np.array([*reached, is_sparse, total, -total])
-        comm.all_reduce(told, "max")
-        if told[-3]:
+        flags = np.array([*has_gradient, is_sparse, total, -total])
+        comm.all_reduce(flags, "max")
+        if flags[-3]:
             raise ConfigurationError(_SPARSE)
-        largest, smallest = told[-2], -told[-1]
-        if np.isfinite(told[-2:]).all() and largest - smallest > _TOLERANCE * largest:
+        largest, smallest = flags[-2], -flags[-1]
+        if np.isfinite(flags[-2:]).all() and largest - smallest > _TOLERANCE * largest:
             raise TrainingError(
                 f"Dion.step: gradients of groups with rule='adamw' differ between the {comm.size} ranks, as after "
                 "clip_grad_norm_ of all parameters, whose norm counts each rank's own gradients of matrices; clip "
                 "those of rule='adamw' alone, and register dion_hook"
             )
         self._has_own_momenta = comm.size > 1
-        return told[:-3].astype(bool).tolist()  # type: ignore[no-any-return]
+        return flags[:-3].astype(bool).tolist()  # type: ignore[no-any-return]
 
-    def _dion(self, work: Sequence[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+    def _dion(self, matrix_steps: Sequence[tuple[torch.Tensor, dict[str, Any]]]) -> None:
         """Steps on matrices, of which all factors of one side are averaged at once."""
         entries = []
-        for p, group in work:
+        for p, group in matrix_steps:
             entry = self.state[p]
             if not entry:
                 entry.update(initial_state(p, group["rank_fraction"]))
@@ -206,7 +206,7 @@ class Dion(torch.optim.Optimizer):
         lefts = self._mean([entry["momentum"] @ entry["q"] for entry in entries])
         lefts = [torch.linalg.qr(left).Q for left in lefts]
         rights = self._mean([entry["momentum"].T @ left for entry, left in zip(entries, lefts, strict=True)])
-        for (p, group), entry, left, right in zip(work, entries, lefts, rights, strict=True):
+        for (p, group), entry, left, right in zip(matrix_steps, entries, lefts, rights, strict=True):
             entry["momentum"].addmm_(left, right.T, alpha=-(1 - group["mu"]))
             entry["q"] = right / torch.linalg.vector_norm(right, dim=0, keepdim=True).clamp_min(_TINY)
             lr = float(group["lr"])
@@ -260,7 +260,7 @@ class Dion(torch.optim.Optimizer):
             entry["momentum"].copy_(mean)
         self._has_own_momenta = False
 
-    def took_means(self) -> None:
+    def note_equal_momenta(self) -> None:
         """Notes that the momenta are the same on all ranks, as after a load."""
         self._has_own_momenta = False
 
@@ -300,7 +300,7 @@ class DionState:
 
     def load_state_dict(self, state_dict: Mapping[str, str]) -> None:
         """Notes that the momenta are the same on all ranks; they are the optimizer's."""
-        self.optimizer.took_means()
+        self.optimizer.note_equal_momenta()
 
 
 def dion_hook(state: DionState, bucket: GradBucket) -> Handle:

@@ -41,7 +41,7 @@ from ..setting_checks import integer, require
 from ..trained_by import trainer_of, trainer_of_model
 
 Tensors = dict[str, torch.Tensor]
-_HALVES = (torch.float16, torch.bfloat16)
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 class Weights(Protocol):
@@ -69,7 +69,7 @@ class Weights(Protocol):
     def scatter(self, given: Mapping[str, torch.Tensor], names: Iterable[str]) -> Tensors:
         """Returns this rank's part of whole tensors. Collective."""
 
-    def agreed(self, value: Any) -> Any:
+    def from_root(self, value: Any) -> Any:
         """Returns the root's value. Collective."""
 
 
@@ -114,7 +114,7 @@ class EMA:
         self.steps = self.updates = 0
         self.averages: Tensors = {}
         self.buffers: Tensors = {}
-        self._inside = False
+        self._is_averaged_now = False
         wrapper, self._model = plain_model(model)
         self._comm = comm = None if wrapper is None else wrapper.process_group
         trainer = trainer_of_model(self._model)
@@ -126,7 +126,7 @@ class EMA:
         if comm is not None:
             settings = {"decay": self.decay, "warmup": warmup, "interval": self.interval, "use_buffers": use_buffers}
             check_settings_agree(comm, "EMA", settings)
-        self._take_over()
+        self._copy_weights()
 
     def _weights(self) -> Weights:
         if self._optimizer is not None:
@@ -148,13 +148,13 @@ class EMA:
 
         To be called after `optimizer.step()`, on every rank.
         """
-        if self._inside:
+        if self._is_averaged_now:
             raise TrainingError("EMA.update: inside `with ema.averaged():` the weights are the average itself")
         self.steps += 1
         if self.steps % self.interval:
             return False
         if self.updates == 0:
-            self._take_over()
+            self._copy_weights()
         else:
             limit = (1 + self.updates) / (10 + self.updates) if self.warmup else 1.0
             weight = 1.0 - min(self.decay, limit)
@@ -166,7 +166,7 @@ class EMA:
         return True
 
     @torch.no_grad()
-    def _take_over(self) -> None:
+    def _copy_weights(self) -> None:
         """Copies the model's present weights and buffers into the average."""
         weights = self._weights()
         for name, values in weights.values().items():
@@ -182,14 +182,14 @@ class EMA:
         this rank averages. Raises TrainingError, under ZeRO on every rank, for a step inside, and for weights that were
         changed there otherwise.
         """
-        if self._inside:
+        if self._is_averaged_now:
             raise TrainingError("EMA.averaged: inside another such block")
         with self._weights().replaced(self.averages), _replaced(self._model_buffers(), self.buffers):
-            self._inside = True
+            self._is_averaged_now = True
             try:
                 yield
             finally:
-                self._inside = False
+                self._is_averaged_now = False
 
     def model_state_dict(self) -> dict[str, Any]:
         """Returns the plain model's state_dict with averaged weights, on rank 0. Collective.
@@ -277,7 +277,7 @@ class EMA:
         if tp is not None and weights.is_root:
             problem = next((found for found in all_gather_object(tp, problem) if found is not None), None)
         counts = None if problem else [state_dict.get("steps"), state_dict.get("updates"), state_dict.get("buffers")]
-        problem, counts = weights.agreed((problem, counts))
+        problem, counts = weights.from_root((problem, counts))
         if problem:
             raise ConfigurationError(f"EMA.load_state_dict: {problem}")
         assert counts is not None
@@ -286,17 +286,17 @@ class EMA:
         for name, own in weights.scatter(given, list(self.averages)).items():
             self.averages[name].copy_(own)
         self.steps, self.updates, buffers = counts
-        for name, mine in self.buffers.items():
-            mine.copy_(whole_tensors.part_of(tensors[name], buffers[name]))
+        for name, own in self.buffers.items():
+            own.copy_(whole_tensors.part_of(tensors[name], buffers[name]))
 
     def _problem(self, given: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-        """Runs `_misfit` on any value, also one that is no state at all."""
+        """Runs `_mismatch` on any value, also one that is no state at all."""
         try:
-            return self._misfit(given, shapes)
+            return self._mismatch(given, shapes)
         except (AttributeError, TypeError, KeyError) as error:
             return f"needs what an EMA's state_dict() gave ({type(error).__name__}: {error})"
 
-    def _misfit(self, given: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    def _mismatch(self, given: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
         """Explains why a state is not one of this average; None if it is."""
         if (absent := refusal(given)) is not None:
             return absent
@@ -352,7 +352,7 @@ class _WholeWeights:
     def scatter(self, given: Mapping[str, torch.Tensor], names: Iterable[str]) -> Tensors:
         return {name: given[name] for name in names}
 
-    def agreed(self, value: Any) -> Any:
+    def from_root(self, value: Any) -> Any:
         return value
 
 
@@ -375,7 +375,7 @@ def _replaced(tensors: Tensors, by: Mapping[str, torch.Tensor]) -> Iterator[None
 
 def _average(averages: Tensors, values: Tensors, weight: float) -> None:
     """Moves each average towards the values; a new average begins with its value."""
-    together = []
+    same_dtype_pairs = []
     for name, value in values.items():
         if name not in averages:
             averages[name] = _wide(value)
@@ -384,12 +384,12 @@ def _average(averages: Tensors, values: Tensors, weight: float) -> None:
         elif value.dtype != averages[name].dtype:
             averages[name].lerp_(value.to(averages[name].dtype), weight)
         else:
-            together.append((averages[name], value))
-    if together:
-        averaged, new = zip(*together, strict=True)
+            same_dtype_pairs.append((averages[name], value))
+    if same_dtype_pairs:
+        averaged, new = zip(*same_dtype_pairs, strict=True)
         torch._foreach_lerp_(averaged, new, weight)
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
     """Copies a tensor, to fp32 if it has 16 bits."""
-    return values.to(torch.float32 if values.dtype in _HALVES else values.dtype, copy=True)
+    return values.to(torch.float32 if values.dtype in _SIXTEEN_BITS else values.dtype, copy=True)

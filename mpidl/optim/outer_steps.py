@@ -27,7 +27,7 @@ from ..partial_steps import bring_back
 from ..replicas.checksums import checksum, difference
 from ..replicas.start_check import check_settings_agree
 from ..setting_checks import integer, require
-from .rank_mean import METHODS, PendingMean, RankMean, across, is_elementwise
+from .rank_mean import METHODS, PendingMean, RankMean, is_elementwise, peers_on_other_nodes
 
 
 class OuterSteps:
@@ -55,7 +55,7 @@ class OuterSteps:
         self.process_group, self.steps = comm, 0
 
         check_everywhere(comm, lambda: self._check(inner, comm, node, outer_class, period, fragments, overlap))
-        check_everywhere(comm, lambda: _check_kinds(mixing, compress, error_feedback))
+        check_everywhere(comm, lambda: _check_reduction_settings(mixing, compress, error_feedback))
         check_everywhere(comm, lambda: _refuse_tp(compress, inner.param_groups))
         check_everywhere(comm, lambda: self._check_warmup(warmup_steps))
         self.period, self.fragments, self.overlap = period, fragments, overlap
@@ -70,27 +70,27 @@ class OuterSteps:
             "shapes": [tuple(p.shape) for p in self._parameters],
         }
         check_settings_agree(comm, "DiLoCo", settings)
-        local = self._local()
-        holders = self._holders = comm if self._zero is None or node is None else across(comm, node)
-        self._cut = _cut([v.numel() for v in local], self.fragments)
+        local = self._local_weights()
+        holders = self._holders = comm if self._zero is None or node is None else peers_on_other_nodes(comm, node)
+        self._fragment_bounds = _fragment_bounds([v.numel() for v in local], self.fragments)
         self._theta: list[torch.Tensor] = []
-        self._globals: list[list[torch.Tensor]] = []  # of each fragment the views of its theta_0
-        for first, last in self._cut:
+        self._theta_views: list[list[torch.Tensor]] = []  # of each fragment the views of its theta_0
+        for first, last in self._fragment_bounds:
             members = local[first:last]
             dtype = torch.float32
             for values in members:
                 dtype = torch.promote_types(dtype, values.dtype)
             flat = torch.empty(sum(v.numel() for v in members), dtype=dtype)
             self._theta.append(flat)
-            self._globals.append(_views(flat, members))
-        self._outer_parameters = [[torch.nn.Parameter(view) for view in views] for views in self._globals]
-        given = [p for own in self._outer_parameters for p in own]
-        self.optimizer = check_everywhere(comm, lambda: outer_class(given, **outer_settings))
+            self._theta_views.append(_views(flat, members))
+        self._outer_parameters = [[torch.nn.Parameter(view) for view in views] for views in self._theta_views]
+        outer_parameters = [p for own in self._outer_parameters for p in own]
+        self.optimizer = check_everywhere(comm, lambda: outer_class(outer_parameters, **outer_settings))
         sizes = [flat.numel() for flat in self._theta]
         within = None if self._zero is not None else node  # ranks of a ZeRO node hold unlike slices
         self._mean = RankMean(holders, within, sizes, compress, error_feedback)
         self._in_flight: PendingMean | None = None
-        self._take_up()
+        self._adopt_weights_of_first_rank()
 
     def _check(
         self,
@@ -113,8 +113,8 @@ class OuterSteps:
         require("node_group", node, fits, "None or a Communicator made by split")
         if self._zero is not None:
             self._check_zero(comm, node)
-        found = [p for group in inner.param_groups for p in group["params"]]
-        for p in found:
+        parameters = [p for group in inner.param_groups for p in group["params"]]
+        for p in parameters:
             require("parameters", p.dtype, p.dtype.is_floating_point, "floating-point tensors")
             require("parameters", p.device.type, p.device.type == "cpu", "tensors in the host's memory")
 
@@ -136,7 +136,7 @@ class OuterSteps:
 
     # ---- weights ---------------------------------------------------------------------------------------------
 
-    def _local(self) -> list[torch.Tensor]:
+    def _local_weights(self) -> list[torch.Tensor]:
         """The weights of this rank: whole parameters, or its slices."""
         if self._zero is None:
             return [p.detach() for p in self._parameters]
@@ -146,20 +146,20 @@ class OuterSteps:
         return nullcontext() if self._zero is None else self._zero.owned_state().written()
 
     @torch.no_grad()
-    def _take_up(self) -> None:
+    def _adopt_weights_of_first_rank(self) -> None:
         """Makes theta_0 the weights of rank 0, and all ranks' weights theta_0. Collective."""
         with self._writing():
-            for number, (first, last) in enumerate(self._cut):
-                for own, outer in zip(self._local()[first:last], self._globals[number], strict=True):
+            for number, (first, last) in enumerate(self._fragment_bounds):
+                for own, outer in zip(self._local_weights()[first:last], self._theta_views[number], strict=True):
                     outer.copy_(own)
                 self._holders.broadcast(self._theta[number])
-                self._show(number, 0.0)
+                self._write_weights(number, 0.0)
 
     @torch.no_grad()
-    def _show(self, number: int, mixing: float) -> None:
+    def _write_weights(self, number: int, mixing: float) -> None:
         """Makes a fragment's weights theta_0, but for the share `mixing` of their own."""
-        first, last = self._cut[number]
-        for own, outer in zip(self._local()[first:last], self._globals[number], strict=True):
+        first, last = self._fragment_bounds[number]
+        for own, outer in zip(self._local_weights()[first:last], self._theta_views[number], strict=True):
             if mixing:
                 own.copy_(torch.lerp(outer, own.to(outer.dtype), mixing))
             else:
@@ -175,11 +175,11 @@ class OuterSteps:
             if local == 0:
                 self._end_warmup()
             return False
-        merged = self._in_flight is not None and self._merge_at(self._in_flight.number, local)
+        merged = self._in_flight is not None and self._is_outer_step(self._in_flight.number, local)
         if merged:
             self._merge()
         for number in range(self.fragments):
-            if self._merge_at(number, local + self.overlap):
+            if self._is_outer_step(number, local + self.overlap):
                 self._begin(number)
                 if not self.overlap:
                     self._merge()
@@ -192,18 +192,18 @@ class OuterSteps:
         local = self.steps - self.warmup_steps
         return local <= 0 or (self.fragments == 1 and not self.mixing and local % self.period == 0)
 
-    def _merge_at(self, number: int, step: int) -> bool:
+    def _is_outer_step(self, number: int, step: int) -> bool:
         return step % self.period == self.period * (number + 1) // self.fragments % self.period
 
     def _end_warmup(self) -> None:
         """Makes theta_0 the weights, which must be equal on all ranks by now."""
-        sums = {f"parameter {number}": checksum(values) for number, values in enumerate(self._local())}
+        sums = {f"parameter {number}": checksum(values) for number, values in enumerate(self._local_weights())}
         if (found := difference(self.process_group, sums)) is not None:
             raise TrainingError(
                 f"DiLoCo: the ranks' weights differ after the {self.warmup_steps} warmup_steps, in which gradients are "
                 f"averaged; needs post_local_sgd_hook at a DistributedDataParallel over all ranks ({found})"
             )
-        self._take_up()
+        self._adopt_weights_of_first_rank()
 
     @torch.no_grad()
     def _begin(self, number: int) -> None:
@@ -212,12 +212,12 @@ class OuterSteps:
         Weights of 16 bits started from theta_0 as rounded to 16 bits, so the difference is taken from that value:
         the rounding is no progress of the rank.
         """
-        first, last = self._cut[number]
+        first, last = self._fragment_bounds[number]
         flat = self._theta[number].clone()
-        for gone, own in zip(_views(flat, self._globals[number]), self._local()[first:last], strict=True):
-            if own.dtype != gone.dtype:
-                gone.copy_(gone.to(own.dtype))
-            gone.sub_(own)
+        for change, own in zip(_views(flat, self._theta_views[number]), self._local_weights()[first:last], strict=True):
+            if own.dtype != change.dtype:
+                change.copy_(change.to(own.dtype))
+            change.sub_(own)
         self._in_flight = self._mean.begin(number, flat)
 
     @torch.no_grad()
@@ -226,26 +226,28 @@ class OuterSteps:
         reduction, self._in_flight = self._in_flight, None
         assert reduction is not None
         mean = reduction.wait()
-        broken = not bool(mean.isfinite().all())
-        if broken if self._zero is None else is_anywhere(self.process_group, broken):  # slices differ in a node
+        is_nonfinite = not bool(mean.isfinite().all())
+        if self._zero is not None:  # slices differ in a node
+            is_nonfinite = is_anywhere(self.process_group, is_nonfinite)
+        if is_nonfinite:
             raise TrainingError(
                 f"DiLoCo: the mean pseudo-gradient of fragment {reduction.number} is not finite at step {self.steps}: "
                 "a rank's weights are not; theta_0 is as it was"
             )
         self._mean.finish(reduction)
-        own = self._outer_parameters[reduction.number]
-        for p, gradient in zip(own, _views(mean, own), strict=True):
+        outer_parameters = self._outer_parameters[reduction.number]
+        for p, gradient in zip(outer_parameters, _views(mean, outer_parameters), strict=True):
             p.grad = gradient
         self.optimizer.step()
-        for p, view in zip(own, self._globals[reduction.number], strict=True):
+        for p, view in zip(outer_parameters, self._theta_views[reduction.number], strict=True):
             p.grad = None
             bring_back(p, view)
         with self._writing():
-            self._show(reduction.number, self.mixing)
+            self._write_weights(reduction.number, self.mixing)
 
     def global_parameters(self) -> list[torch.Tensor]:
         """theta_0 of each parameter, in the order of the inner optimizer's groups; under ZeRO of this rank's slices."""
-        return [view.detach() for views in self._globals for view in views]
+        return [view.detach() for views in self._theta_views for view in views]
 
     # ---- state -----------------------------------------------------------------------------------------------
 
@@ -261,7 +263,7 @@ class OuterSteps:
             "steps": self.steps,
             "global": [flat.clone() for flat in self._theta],
             "outer": self.optimizer.state_dict(),
-            "errors": self._mean.errors(self._in_flight),
+            "errors": self._mean.mean_remainders(self._in_flight),
             "in flight": in_flight,
         }
 
@@ -276,7 +278,7 @@ class OuterSteps:
         for flat, saved in zip(self._theta, state_dict["global"], strict=True):
             flat.copy_(saved)
         self.optimizer.load_state_dict(state_dict["outer"])
-        self._mean.load_errors(state_dict["errors"])
+        self._mean.load_remainders(state_dict["errors"])
         if self._in_flight is not None:
             self._in_flight.wait()
         found = state_dict["in flight"]
@@ -299,7 +301,7 @@ class OuterSteps:
         return [*self._theta, *own, *self._mean.held_tensors(), *in_flight]
 
 
-def _check_kinds(mixing: Any, compress: Any, error_feedback: Any) -> None:
+def _check_reduction_settings(mixing: Any, compress: Any, error_feedback: Any) -> None:
     fits = isinstance(mixing, Real) and not isinstance(mixing, bool) and 0 <= float(mixing) < 1
     require("mixing", mixing, fits, "a number of at least 0 and below 1")
     fits = compress is None or compress in METHODS
@@ -330,9 +332,9 @@ def _views(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tenso
     return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]
 
 
-def _cut(sizes: Sequence[int], fragments: int) -> list[tuple[int, int]]:
+def _fragment_bounds(sizes: Sequence[int], fragments: int) -> list[tuple[int, int]]:
     """Cuts a list into runs of about equal sums, by the middles of the members."""
     total = max(1, sum(sizes))
     middles = [end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True)]
-    of = [min(fragments - 1, int(middle * fragments / total)) for middle in middles]
-    return [(sum(n < k for n in of), sum(n <= k for n in of)) for k in range(fragments)]
+    fragment_of = [min(fragments - 1, int(middle * fragments / total)) for middle in middles]
+    return [(sum(n < k for n in fragment_of), sum(n <= k for n in fragment_of)) for k in range(fragments)]

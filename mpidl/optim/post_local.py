@@ -7,7 +7,7 @@
 Source: Lin et al. 2020, "Don't Use Large Mini-Batches, Use Local SGD".
 
 Who runs what: the averager reduces in the caller's thread, on the program's own Communicator, in `step`, which every
-rank calls equally often; `_compare` checks period and counters before, so that no rank averages alone.
+rank calls equally often; `_check_settings_agree` checks period and counters before, so that no rank averages alone.
 
 The hook ends the averaging of gradients, the averager begins that of weights; they belong together:
 
@@ -82,12 +82,13 @@ class PeriodicAverager:
     ) -> None:
         self.process_group = data_group("PeriodicAverager", process_group, needed=_GROUP)
         self._parameters = list(dict.fromkeys(parameters))
-        counts = check_everywhere(self.process_group, lambda: self._checked(period, warmup_steps))
+        counts = check_everywhere(self.process_group, lambda: self._checked_arguments(period, warmup_steps))
         self.period, self.warmup_steps = counts
         self.steps, self._is_compared = 0, False
-        self._compare()  # here, as ranks with other warmup_steps would wait for each other in a backward pass
+        # Here, as ranks with other warmup_steps would wait for each other in a backward pass.
+        self._check_settings_agree()
 
-    def _checked(self, period: int, warmup_steps: int) -> tuple[int, int]:
+    def _checked_arguments(self, period: int, warmup_steps: int) -> tuple[int, int]:
         require("parameters", self._parameters, bool(self._parameters), "at least one tensor")
         for p in self._parameters:
             require("parameters", p.dtype, p.dtype.is_floating_point, "floating-point tensors")
@@ -102,7 +103,7 @@ class PeriodicAverager:
         local = self.steps - self.warmup_steps
         return local > 0 and local % self.period == 0
 
-    def _compare(self) -> None:
+    def _check_settings_agree(self) -> None:
         """Compares the ranks' settings, once and after a load."""
         if not self._is_compared:
             settings: dict[str, Any] = {"period": self.period, "warmup_steps": self.warmup_steps, "steps": self.steps}
@@ -113,7 +114,7 @@ class PeriodicAverager:
     @torch.no_grad()
     def average_parameters(self) -> None:
         """Replaces every parameter by its mean over the ranks, bitwise equal on all of them. Collective."""
-        self._compare()
+        self._check_settings_agree()
         whole = [p.detach() for p in self._parameters]
         flat = [p if p.is_contiguous() else p.contiguous() for p in whole]
         self.process_group.all_reduce(flat, "avg")
@@ -123,7 +124,7 @@ class PeriodicAverager:
 
     def step(self) -> bool:
         """Counts a step of the optimizer, and at every `period`-th one averages. Returns True if it did. Collective."""
-        self._compare()
+        self._check_settings_agree()
         self.steps += 1
         due = self._is_due()
         if due:
@@ -226,12 +227,12 @@ class PostLocalSGDState:
         averager: Averager | None = None,
     ) -> None:
         self.process_group = data_group("PostLocalSGDState", process_group, needed=_GROUP)
-        self.start_step = check_everywhere(self.process_group, lambda: self._checked(start_step, averager))
+        self.start_step = check_everywhere(self.process_group, lambda: self._checked_arguments(start_step, averager))
         check_settings_agree(self.process_group, "PostLocalSGDState", {"start_step": self.start_step})
         self.local_group, self._averager = local_group, averager
         self._passes = 0
 
-    def _checked(self, start_step: int | None, averager: Averager | None) -> int:
+    def _checked_arguments(self, start_step: int | None, averager: Averager | None) -> int:
         if averager is not None:
             fits = all(hasattr(averager, name) for name in ("warmup_steps", "steps"))
             require("averager", type(averager).__name__, fits, "a PeriodicAverager, or a DiLoCo's averager")
@@ -245,7 +246,7 @@ class PostLocalSGDState:
         """Number of optimizer steps so far; of backward passes where there is no averager."""
         return self._passes if self._averager is None else self._averager.steps
 
-    def pass_ends(self) -> None:
+    def count_pass(self) -> None:
         """Counts a backward pass."""
         self._passes += 1
 
@@ -266,7 +267,7 @@ def post_local_sgd_hook(state: PostLocalSGDState, bucket: GradBucket) -> Handle:
     bucket.refuse_other_ranks("PostLocalSGDState", state.process_group)
     group = state.process_group if state.steps < state.start_step else state.local_group
     if bucket.is_last():
-        state.pass_ends()
+        state.count_pass()
     if group is None:
         return completed()
     return allreduce(group, bucket)

@@ -33,7 +33,7 @@ from ..job.communicator_pool import take
 
 METHODS = ("bf16", "int8", "int4")  # of COMPRESSORS
 
-_across: weakref.WeakKeyDictionary[Communicator, weakref.WeakKeyDictionary[Communicator, Communicator]] = (
+_peers_of: weakref.WeakKeyDictionary[Communicator, weakref.WeakKeyDictionary[Communicator, Communicator]] = (
     weakref.WeakKeyDictionary()  # by all ranks and by the node, as MPI has few communicators
 )
 
@@ -44,13 +44,13 @@ class PendingMean:
 
     number: of the tensor.
     mean: becomes it, on every rank to the same bits.
-    error: fp32, what this rank's messages of its piece lack, if the mean is used.
+    remainder: fp32, what this rank's messages of its piece lack, if the mean is used.
     """
 
     number: int
     mean: torch.Tensor
     work: Work | None = None
-    error: torch.Tensor | None = None
+    remainder: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
         """Blocks until the mean is there, and returns it."""
@@ -67,7 +67,7 @@ class RankMean:
     node: those of this rank's node, if they hold equal tensors; as many on every node.
     sizes: elements of each tensor.
     compress: None, or one of METHODS.
-    feedback: keep errors.
+    feedback: keep remainders.
 
     Collective.
     """
@@ -80,7 +80,7 @@ class RankMean:
         compress: str | None = None,
         feedback: bool = True,
     ) -> None:
-        pooled = [take(comm if node is None else across(comm, node))]
+        pooled = [take(comm if node is None else peers_on_other_nodes(comm, node))]
         if node is not None and node.size > 1:
             pooled.append(take(node))
         for each in pooled:
@@ -89,32 +89,32 @@ class RankMean:
         self._node = pooled[1].comm if len(pooled) > 1 else None
         self.sizes, self._compressor = list(sizes), None if compress is None else _compressor(compress)
         self.feedback = feedback and compress is not None
-        self._errors: dict[int, torch.Tensor] = {}
+        self._remainders: dict[int, torch.Tensor] = {}
 
     def begin(self, number: int, whole: torch.Tensor) -> PendingMean:
         """Starts the reduction of a tensor: fp32 or fp64 [sizes[number]], overwritten. Collective."""
-        made = PendingMean(number, whole)
+        pending = PendingMean(number, whole)
         pieces = whole.split(self._counts(whole.numel()))
         piece = pieces[0 if self._node is None else self._node.rank]
 
-        def both() -> None:
+        def reduce_and_gather() -> None:
             with torch.no_grad():
                 if self._compressor is None:
                     self._peers.all_reduce(piece, "avg")
                 else:
-                    self._compressed(made, piece, self._compressor)
+                    self._compressed(pending, piece, self._compressor)
                 if self._node is not None:
                     self._node.all_gather(whole, piece.clone(), [each.numel() for each in pieces])
 
-        made.work = self._peers.compound("mean of pseudo-gradients", both, async_op=True)
-        return made
+        pending.work = self._peers.compound("mean of pseudo-gradients", reduce_and_gather, async_op=True)
+        return pending
 
-    def _compressed(self, made: PendingMean, piece: torch.Tensor, compressor: OwnedCompressor) -> None:
+    def _compressed(self, pending: PendingMean, piece: torch.Tensor, compressor: OwnedCompressor) -> None:
         values, ranks = piece.to(torch.float32, copy=True), self._peers.size
-        if made.number in self._errors:
-            values += self._errors[made.number]
+        if pending.number in self._remainders:
+            values += self._remainders[pending.number]
         section = Section(
-            key=made,
+            key=pending,
             values=values,
             result=piece if piece.dtype == torch.float32 else torch.empty_like(values),
             pieces=pieces_of(piece.numel(), ranks),
@@ -124,21 +124,21 @@ class RankMean:
             keeps_remainder=self.feedback,
             step=0,
         )
-        at_once: Any = _AtOnce(self._peers)
-        for _ in compressor.reduce(section, Exchange([at_once] * compressor.phases)):
+        blocking: Any = _BlockingCommunicator(self._peers)
+        for _ in compressor.reduce(section, Exchange([blocking] * compressor.phases)):
             pass  # its operations are complete
         if section.result is not piece:
             piece.copy_(section.result)
-        made.error = values if self.feedback else None
+        pending.remainder = values if self.feedback else None
 
     def finish(self, reduction: PendingMean) -> None:
-        """Keeps the error of a reduction whose mean is used."""
-        if reduction.error is not None:
-            self._errors[reduction.number] = reduction.error
+        """Keeps the remainder of a reduction whose mean is used."""
+        if reduction.remainder is not None:
+            self._remainders[reduction.number] = reduction.remainder
 
     def held_tensors(self) -> list[torch.Tensor]:
-        """The errors."""
-        return [*self._errors.values()]
+        """The remainders."""
+        return [*self._remainders.values()]
 
     def _counts(self, size: int) -> list[int]:
         ranks = 1 if self._node is None else self._node.size
@@ -146,40 +146,40 @@ class RankMean:
 
     # ---- state -------------------------------------------------------------------------------------------------
 
-    def errors(self, in_flight: PendingMean | None = None) -> list[torch.Tensor | None]:
+    def mean_remainders(self, in_flight: PendingMean | None = None) -> list[torch.Tensor | None]:
         """Returns each tensor's remainder, averaged over the ranks: whole, on every rank. Collective.
 
-        A rank that loads it in place of its own errors keeps their sum, whatever the number of ranks.
+        A rank that loads it in place of its own keeps their sum, whatever the number of ranks.
 
-        in_flight: a reduction that has not been finished, whose error counts as that of its tensor.
+        in_flight: a reduction that has not been finished, whose remainder counts as that of its tensor.
         """
         found: list[torch.Tensor | None] = []
         for number, size in enumerate(self.sizes):
-            own = self._errors.get(number)
-            if in_flight is not None and in_flight.number == number and in_flight.error is not None:
-                own = in_flight.error  # of one that was loaded it is among the errors
+            own = self._remainders.get(number)
+            if in_flight is not None and in_flight.number == number and in_flight.remainder is not None:
+                own = in_flight.remainder  # of one that was loaded it is among the remainders
             if own is None:  # on all ranks
                 found.append(None)
                 continue
-            owed = own.clone()
-            self._peers.all_reduce(owed, "avg")
+            mean = own.clone()
+            self._peers.all_reduce(mean, "avg")
             if self._node is not None:
-                whole = owed.new_empty(size)
-                self._node.all_gather(whole, owed, self._counts(size))
-                owed = whole
-            found.append(owed)
+                whole = mean.new_empty(size)
+                self._node.all_gather(whole, mean, self._counts(size))
+                mean = whole
+            found.append(mean)
         return found
 
-    def load_errors(self, errors: Sequence[torch.Tensor | None]) -> None:
-        """Replaces the errors by what `errors` gave, on any number of ranks."""
-        self._errors = {}
-        for number, owed in enumerate(errors if self.feedback else ()):
-            if owed is not None:
-                piece = owed.split(self._counts(owed.numel()))[0 if self._node is None else self._node.rank]
-                self._errors[number] = piece.to(torch.float32, copy=True)
+    def load_remainders(self, mean_remainders: Sequence[torch.Tensor | None]) -> None:
+        """Replaces the remainders by what `mean_remainders` gave, on any number of ranks."""
+        self._remainders = {}
+        for number, mean in enumerate(mean_remainders if self.feedback else ()):
+            if mean is not None:
+                piece = mean.split(self._counts(mean.numel()))[0 if self._node is None else self._node.rank]
+                self._remainders[number] = piece.to(torch.float32, copy=True)
 
 
-class _AtOnce:
+class _BlockingCommunicator:
     """A Communicator inside a compound operation, where operations are complete when they return."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -203,16 +203,16 @@ def is_elementwise(compress: str) -> bool:
 
 
 def _compressor(name: str) -> OwnedCompressor:
-    made = COMPRESSORS[name](None)
-    assert isinstance(made, OwnedCompressor)
-    return made
+    compressor = COMPRESSORS[name](None)
+    assert isinstance(compressor, OwnedCompressor)
+    return compressor
 
 
-def across(comm: Communicator, node: Communicator) -> Communicator:
+def peers_on_other_nodes(comm: Communicator, node: Communicator) -> Communicator:
     """The Communicator of the ranks of `comm` that have this rank's number in their nodes. Collective at first."""
-    known = _across.setdefault(comm, weakref.WeakKeyDictionary())
-    if node not in known:
-        made = comm.split(node.rank, comm.rank)
-        assert made is not None
-        known[node] = made
-    return known[node]
+    by_node = _peers_of.setdefault(comm, weakref.WeakKeyDictionary())
+    if node not in by_node:
+        peers = comm.split(node.rank, comm.rank)
+        assert peers is not None
+        by_node[node] = peers
+    return by_node[node]

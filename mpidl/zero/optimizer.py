@@ -34,7 +34,7 @@ from .construction.build import build
 from .construction.initial_values import Weights
 from .construction.loading import load_safetensors
 from .construction.module_values import InitFn
-from .construction.options import Options
+from .construction.options import ZeroOptions
 from .construction.unfreeze import add_group
 from .construction.unwrapping import unwrap
 from .copy_guard import refuse_copy
@@ -137,7 +137,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.stage = stage
         self._nonfinite: NonfiniteWatch | None = None
         self._broadcasts_buffers, self._steps_in_backward = broadcast_buffers, step_in_backward
-        options = Options(
+        options = ZeroOptions(
             stage=stage,
             params=params,
             process_group=process_group,

@@ -39,7 +39,7 @@ CHUNK_BYTES = 64 << 20  # of the array
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class _ChunkSteps:
     """The steps of a chunk of an all-reduce: inside, between the islands, and inside again."""
 
     reduce: Enqueue
@@ -108,12 +108,12 @@ class Levels:
 
         return run
 
-    def _chunk(self, x: Buffer, op: Reduction, turn: int) -> _Chunk:
+    def _chunk(self, x: Buffer, op: Reduction, turn: int) -> _ChunkSteps:
         counts, me = even_counts(x.size, self.inner.size), self.inner.rank
         start = sum(counts[:me])
         mine = x.part(start, start + counts[me])
         own = mine if not x.dtype.widened else self._take(f"slice {turn}", counts[me], x.dtype.wide)
-        return _Chunk(
+        return _ChunkSteps(
             self.inner.prepare("reduce_scatter", "auto", (own, x, partial_of(op), counts)),
             self.outer.prepare("all_reduce", "auto", (own, operator_on_partials(op))),
             partial(self._finish, op, own, mine),

@@ -31,7 +31,7 @@ from ...base.buffers import Buffer, copy
 from ...base.partition import Splits
 from ...memory.shared_memory import Allocator, SharedMemory
 from ...process.idle_wait import wait_all
-from ...schedules.algorithms.hierarchical import Channel, Nodes, channels, keeps_own, most_channels
+from ...schedules.algorithms.hierarchical import NodeChannel, Nodes, channels, keeps_own, most_channels
 from ..backend import Call
 from ..meeting import Entry, Meeting, Meetings, check_parts
 
@@ -68,7 +68,7 @@ class _Tick:
 class _Held:
     """A channel, and the places of its segments in the memory of its sender and its receiver."""
 
-    channel: Channel
+    channel: NodeChannel
     leaving: int
     arriving: int
 

@@ -39,7 +39,7 @@ NAME = "hierarchical"
 
 
 @dataclass(frozen=True, slots=True)
-class Channel:
+class NodeChannel:
     """The parts that go from one node to another as one message, or from one rank to the others of its node.
 
     parts: the source and the destination of each, in the order in which they lie in the message.
@@ -76,7 +76,7 @@ def keeps_own(operation: str, rank: int, root: int) -> bool:
     return operation == "all_to_all" or rank == root
 
 
-def channels(operation: str, nodes: Nodes, root: int = 0, node: int | None = None) -> Iterator[Channel]:
+def channels(operation: str, nodes: Nodes, root: int = 0, node: int | None = None) -> Iterator[NodeChannel]:
     """The channels of a movement, in an order that is the same everywhere. node: only those that begin or end there."""
     number = len(nodes)
     home = next(place for place, members in enumerate(nodes) if root in members)
@@ -93,7 +93,7 @@ def channels(operation: str, nodes: Nodes, root: int = 0, node: int | None = Non
                 yield from _from_root(nodes[there], root, step)
 
 
-def _between_all(here: tuple[int, ...], there: tuple[int, ...], step: int) -> Iterator[Channel]:
+def _between_all(here: tuple[int, ...], there: tuple[int, ...], step: int) -> Iterator[NodeChannel]:
     if step:
         # The ranks of a node take turns, by how far the other node is, so that both ends of a message are in step.
         sender, receiver = here[(step - 1) % len(here)], there[(step - 1) % len(there)]
@@ -101,29 +101,29 @@ def _between_all(here: tuple[int, ...], there: tuple[int, ...], step: int) -> It
         yield _channel("all_to_all", parts, sender, receiver)
     else:
         for source in here if len(here) > 1 else ():
-            yield Channel(tuple((source, other) for other in here if other != source), source, source)
+            yield NodeChannel(tuple((source, other) for other in here if other != source), source, source)
 
 
-def _to_root(here: tuple[int, ...], root: int, step: int) -> Iterator[Channel]:
+def _to_root(here: tuple[int, ...], root: int, step: int) -> Iterator[NodeChannel]:
     if step:
         yield _channel("gather", tuple((source, root) for source in here), here[0], root)
     else:
         for source in here:
             if source != root:
-                yield Channel(((source, root),), source, source)
+                yield NodeChannel(((source, root),), source, source)
 
 
-def _from_root(there: tuple[int, ...], root: int, step: int) -> Iterator[Channel]:
+def _from_root(there: tuple[int, ...], root: int, step: int) -> Iterator[NodeChannel]:
     parts = tuple((root, destination) for destination in there if destination != root)
     if step:
         yield _channel("scatter", parts, root, there[0])
     elif parts:
-        yield Channel(parts, root, root)
+        yield NodeChannel(parts, root, root)
 
 
-def _channel(operation: str, parts: tuple[tuple[int, int], ...], sender: int, receiver: int) -> Channel:
+def _channel(operation: str, parts: tuple[tuple[int, int], ...], sender: int, receiver: int) -> NodeChannel:
     leaving, arriving = ([number(operation, *part) for part in parts] for number in (input_chunk, output_chunk))
-    return Channel(
+    return NodeChannel(
         parts,
         sender,
         receiver,
@@ -190,7 +190,7 @@ def movement(operation: str, nodes: Nodes, root: int = 0) -> Schedule:
 class _Cells:
     """The places of parts in the memory of the ranks that hold the channels."""
 
-    def __init__(self, found: list[Channel]) -> None:
+    def __init__(self, found: list[NodeChannel]) -> None:
         self._found = found
         self._leaving: dict[int, int] = {}
         self._arriving: dict[int, int] = {}
@@ -218,7 +218,7 @@ class _Cells:
         return Chunks(Role.WORK, start, start + len(self._found[number].parts))
 
 
-def _run(role: Role, number: Callable[[str, int, int], int], operation: str, one: Channel) -> Chunks:
+def _run(role: Role, number: Callable[[str, int, int], int], operation: str, one: NodeChannel) -> Chunks:
     first = number(operation, *one.parts[0])
     return Chunks(role, first, first + len(one.parts))
 

@@ -15,7 +15,7 @@ import torch
 from ..grad_bucket import GradBucket
 from .bucket_section import BucketSection
 from .compressor import Matrix, Section, Steps, started
-from .ranks import Method
+from .ranks import ReductionMethod
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class BucketReduction:
 
     bucket: GradBucket
     bucket_section: BucketSection
-    method: Method
+    method: ReductionMethod
     contributions: int
     names: Mapping[torch.nn.Parameter, str]
     step: int

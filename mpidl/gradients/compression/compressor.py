@@ -30,7 +30,7 @@ import torch
 
 from collectives import Communicator, Work
 
-from .pool import Pool
+from .pool import ArrayPool
 
 Steps = Generator[list[Work], None, None]
 WAITING = "waiting "  # before the name of a state that was loaded, and that no section has taken over
@@ -161,9 +161,9 @@ class Compressor(ABC):
         return summed
 
     @cached_property
-    def pool(self) -> Pool:
+    def pool(self) -> ArrayPool:
         """Memory for what its sections send and receive."""
-        return Pool()
+        return ArrayPool()
 
     @abstractmethod
     def reduce(self, section: Section, exchange: Exchange) -> Steps:

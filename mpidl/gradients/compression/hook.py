@@ -29,7 +29,7 @@ from ..grad_bucket import GradBucket, Handle
 from .bucket_reduction import BucketReduction
 from .compressor import Compressor
 from .pipeline import Pipeline
-from .ranks import Method, Ranks
+from .ranks import Ranks, ReductionMethod
 from .refusals import refuse_momentum, refuse_scaled
 from .remainders import Made, MeanPart, part_of
 from .sections import Means, Sections
@@ -73,7 +73,7 @@ class CompressedReduction:
         check_everywhere(world, lambda: _refuse_shared(compressor))
         feedback = settings.error_feedback
         feeds_back = compressor.feeds_back if feedback is None else feedback
-        self._own = Method(compressor, Ranks(settings, compressor, world, shards, replicas), feeds_back)
+        self._own = ReductionMethod(compressor, Ranks(settings, compressor, world, shards, replicas), feeds_back)
         self._method = self._own  # "auto" changes it
         self._start_step = _first_step(settings, compressor)
         self._pipeline, self._window = Pipeline(), Window(settings.undo)
@@ -203,7 +203,7 @@ class CompressedReduction:
         if not self._method.feeds_back:
             self._sections.drop_waiting()
 
-    def _use(self, method: Method) -> None:
+    def _use(self, method: ReductionMethod) -> None:
         self._method = self._sections.method = method
         self._former_states = {}  # of the compressor before, as in a step of several passes
 

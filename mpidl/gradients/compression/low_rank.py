@@ -41,7 +41,7 @@ FACTORS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Group:
+class MatrixGroup:
     """Matrices of one shape, whose factors lie side by side."""
 
     views: tuple[MatrixView, ...]
@@ -54,13 +54,13 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Plan:
+class FactorPlan:
     """A section's matrices and what is left.
 
     uncompressed: (start, stop) of each run of what is left.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[MatrixGroup, ...]
     uncompressed: tuple[tuple[int, int], ...]
 
     @cached_property
@@ -114,7 +114,7 @@ class LowRank(Compressor):
         self._kept: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
         self._waiting: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}  # loaded, for sections to come
         self._loaded: dict[torch.nn.Parameter, list[tuple[str, torch.Size]]] = {}  # while there may be such
-        self._plans: weakref.WeakKeyDictionary[Any, Plan] = weakref.WeakKeyDictionary()  # by keys of sections
+        self._plans: weakref.WeakKeyDictionary[Any, FactorPlan] = weakref.WeakKeyDictionary()  # by keys of sections
 
     @property
     def name(self) -> str:
@@ -174,7 +174,7 @@ class LowRank(Compressor):
             self.keep(group, "right", right_t)
         sums.give_back()
 
-    def plan(self, section: Section) -> Plan:
+    def plan(self, section: Section) -> FactorPlan:
         """Finds a section's matrices, once."""
         known = None if section.key is None else self._plans.get(section.key)
         if known is None:
@@ -185,7 +185,7 @@ class LowRank(Compressor):
             self._kept.pop(matrix.parameter, None)
         return known
 
-    def _make_plan(self, section: Section) -> Plan:
+    def _make_plan(self, section: Section) -> FactorPlan:
         elements = section.values.numel()
         views = []
         if not self.batched:
@@ -193,8 +193,8 @@ class LowRank(Compressor):
         elif section.parameters and self._compresses(_as_square(elements)):
             views = [of_section(section)]
         shapes = dict.fromkeys(view.shape for view in views)
-        groups = tuple(Group(tuple(view for view in views if view.shape == shape)) for shape in shapes)
-        return Plan(groups, tuple(runs_outside(((view.start, view.stop) for view in views), elements)))
+        groups = tuple(MatrixGroup(tuple(view for view in views if view.shape == shape)) for shape in shapes)
+        return FactorPlan(groups, tuple(runs_outside(((view.start, view.stop) for view in views), elements)))
 
     def _compresses(self, shape: tuple[int, int]) -> bool:
         rows, columns = shape
@@ -202,7 +202,7 @@ class LowRank(Compressor):
 
     def take_products(
         self,
-        plan: Plan,
+        plan: FactorPlan,
         section: Section,
         exchange: Exchange,
         lefts: Sequence[torch.Tensor],
@@ -233,7 +233,7 @@ class LowRank(Compressor):
 
     # ---- states -----------------------------------------------------------------------------------------------------
 
-    def stacked(self, group: Group, side: str, step: int) -> torch.Tensor:
+    def stacked(self, group: MatrixGroup, side: str, step: int) -> torch.Tensor:
         """The transposed factors kept of a group, (b, r, n or m)."""
         return torch.stack([self._factor(view, side, step) for view in group.views])
 
@@ -248,7 +248,7 @@ class LowRank(Compressor):
                 return found
         return drawn(shape, view.name, step).to(view.owner.device)
 
-    def keep(self, group: Group, side: str, factors: torch.Tensor) -> None:
+    def keep(self, group: MatrixGroup, side: str, factors: torch.Tensor) -> None:
         """Keeps transposed factors for the next step, where they are finite and not all zero."""
         copied = factors.clone()
         for view, mine, largest in zip(group.views, copied, copied.abs().amax((1, 2)).tolist(), strict=True):
@@ -324,7 +324,7 @@ class Sums:
     """
 
     def __init__(
-        self, method: LowRank, plan: Plan, section: Section, left: bool, with_uncompressed: bool | None = None
+        self, method: LowRank, plan: FactorPlan, section: Section, left: bool, with_uncompressed: bool | None = None
     ) -> None:
         size = plan.size(method.rank, left)
         uncompressed_size = plan.uncompressed_size if (left if with_uncompressed is None else with_uncompressed) else 0
@@ -355,7 +355,7 @@ class Sums:
             self._pool.give_back(self._whole)
 
 
-def average_uncompressed(plan: Plan, section: Section, uncompressed: torch.Tensor) -> None:
+def average_uncompressed(plan: FactorPlan, section: Section, uncompressed: torch.Tensor) -> None:
     """Makes the mean of what is not compressed; nothing of it remains."""
     if plan.uncompressed:
         means = uncompressed.div_(section.contributions).split([stop - start for start, stop in plan.uncompressed])

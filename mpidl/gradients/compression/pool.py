@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 
-class Pool:
+class ArrayPool:
     """Free arrays, by size, dtype and device; there are as many as were in use at once."""
 
     def __init__(self) -> None:

@@ -66,7 +66,7 @@ class Ranks:
 
 
 @dataclass
-class Method:
+class ReductionMethod:
     """A compressor, the ranks that it reduces over, and whether what it does not send is fed back."""
 
     compressor: Compressor

@@ -20,7 +20,7 @@ from .blockwise import BLOCK
 
 
 @dataclass(frozen=True)
-class Block:
+class NodeBlock:
     """Elements of a bucket that are reduce-scattered inside a node.
 
     start: the first.
@@ -54,7 +54,7 @@ class SectionLayout:
     """
 
     elements: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[NodeBlock, ...]
     local_rank: int
     pieces: tuple[tuple[int, int], ...]
     needs_all: bool
@@ -85,7 +85,7 @@ def by_pieces(elements: int, shard: int | None, inside: tuple[int, int], peers: 
     edges = [min(number * size, elements) for number in range(peers * local + 1)]
     counts = [stop - start for start, stop in pairwise(edges)]
     blocks = tuple(
-        Block(edges[node * local], tuple(counts[node * local : (node + 1) * local])) for node in range(peers)
+        NodeBlock(edges[node * local], tuple(counts[node * local : (node + 1) * local])) for node in range(peers)
     )
     own = [block.counts[local_rank] for block in blocks]
     return SectionLayout(
@@ -96,7 +96,7 @@ def by_pieces(elements: int, shard: int | None, inside: tuple[int, int], peers: 
 def of_replicas(elements: int, shard: int, inside: tuple[int, int], peers: int) -> SectionLayout:
     """The layout of hybrid sharding: a section is a rank's shard, which all peers hold."""
     local_rank, local = inside
-    blocks = (Block(0, (shard,) * local),)
+    blocks = (NodeBlock(0, (shard,) * local),)
     return SectionLayout(elements, blocks, local_rank, pieces_of(shard, peers), needs_all=True, gathers_whole=False)
 
 
@@ -111,7 +111,7 @@ def of_whole_parameters(elements: int, starts: Sequence[int], inside: tuple[int,
         even = number * elements // local
         edges.append(max(edges[-1], min((start for start in starts if start >= even), default=elements)))
     edges.append(elements)
-    blocks = (Block(0, tuple(stop - start for start, stop in pairwise(edges))),)
+    blocks = (NodeBlock(0, tuple(stop - start for start, stop in pairwise(edges))),)
     own = blocks[0].counts[local_rank]
     return SectionLayout(elements, blocks, local_rank, pieces_of(own, peers), needs_all=True, gathers_whole=local > 1)
 

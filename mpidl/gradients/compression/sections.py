@@ -23,7 +23,7 @@ from collectives import Communicator
 
 from ..grad_bucket import GradBucket
 from .bucket_section import BucketSection
-from .ranks import Method
+from .ranks import ReductionMethod
 from .remainders import Made, Rows, gathered, of_means, own_part, take_over
 from .section_layout import SectionLayout, by_pieces, of_replicas, of_whole_parameters
 from .undo import Window
@@ -44,7 +44,7 @@ class Sections:
     undoable: the passes of the window can be undone.
     """
 
-    def __init__(self, method: Method, world: Communicator, window: Window, drain: Callable[[], None]) -> None:
+    def __init__(self, method: ReductionMethod, world: Communicator, window: Window, drain: Callable[[], None]) -> None:
         self.method, self.undoable = method, False
         self._world, self._window, self._drain = world, window, drain
         self._sections: dict[Key, BucketSection] = {}

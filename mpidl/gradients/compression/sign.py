@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from .compressor import OwnedCompressor, rounded_up
-from .pool import Pool
+from .pool import ArrayPool
 
 CHUNK = 1 << 16  # values: 256 KiB of fp32
 _HEAD = 8  # bytes before the bits
@@ -58,7 +58,7 @@ class Sign(OwnedCompressor):
         n = values.numel() if count is None else count
         scale = _root_mean_square(sum_of_squares(values) if squares is None else squares, n)
         message[:_HEAD].view(torch.float32).copy_(torch.tensor([scale / divisor, 0.0]))
-        sent, flags = Reader(message, self.pool, divisor), self.pool.take(CHUNK, torch.bool, values.device)
+        sent, flags = MessageReader(message, self.pool, divisor), self.pool.take(CHUNK, torch.bool, values.device)
         for start in range(0, values.numel(), CHUNK):
             chunk = values[start : start + CHUNK]
             _pack(chunk, sent.bits[start // 8 : -(-(start + chunk.numel()) // 8)], flags[: chunk.numel()])
@@ -76,18 +76,18 @@ class Sign(OwnedCompressor):
             (sent.add_to if add else sent.write)(out[start : start + CHUNK], start)
         sent.close()
 
-    def reader(self, message: torch.Tensor) -> Reader:
+    def reader(self, message: torch.Tensor) -> MessageReader:
         """Reads a message chunk by chunk."""
-        return Reader(message, self.pool)
+        return MessageReader(message, self.pool)
 
 
-class Reader:
+class MessageReader:
     """Reads the values of a message, times `factor`: at most `CHUNK` at a time, each time from a multiple of 8 on.
 
     bits: the signs, eight a byte.
     """
 
-    def __init__(self, message: torch.Tensor, pool: Pool, factor: float = 1) -> None:
+    def __init__(self, message: torch.Tensor, pool: ArrayPool, factor: float = 1) -> None:
         scale = np.float32(message[:4].view(torch.float32).item()) * np.float32(factor)
         self.bits = message[_HEAD:]
         self._eights = torch.from_numpy(_SIGNS * scale).to(message.device)  # the eight values of each byte

@@ -72,9 +72,9 @@ class FreezingOptimizer(OneBitOptimizer):
             return 1 - beta1**step, 1 - beta2**step
         return 1 - beta1**step, 1 - self._beta2_of_v**self.frozen_at
 
-    def _decisive(self) -> dict[str, Any]:
+    def _settings_that_must_agree(self) -> dict[str, Any]:
         names = {"freeze_step": self._freeze_step, "freeze_ratio": self._ratio, "lr_warmup_steps": self._warmup}
-        return super()._decisive() | names
+        return super()._settings_that_must_agree() | names
 
     def _freezes(self, step: int) -> bool:
         """Tells if v stays from this step on, and keeps its norm. Collective where v decides."""
@@ -84,14 +84,14 @@ class FreezingOptimizer(OneBitOptimizer):
         span = max(1, round(1 / (1 - beta2)))
         norm = sum(float(bucket.arrays["exp_avg_sq"].sum(dtype=torch.float64)) for bucket in self._buckets)
         norms = [*self.progress["norms"], norm / (1 - beta2**step)][-span - 1 :]
-        self._count(norms=norms)
+        self._set_progress(norms=norms)
         if step <= self._warmup or len(norms) <= span:
             return False
         # Sums may round otherwise on another kind of processor: one decision of all.
         return self._all_agree(norms[-1] >= self._ratio * norms[0] > 0)
 
     def _freeze(self, step: int) -> None:
-        self._count(frozen_at=step, beta2_of_v=self._betas[1], norms=[])
+        self._set_progress(frozen_at=step, beta2_of_v=self._betas[1], norms=[])
 
 
 class OneBitAdam(FreezingOptimizer):
@@ -151,11 +151,11 @@ class OneBitAdam(FreezingOptimizer):
         else:
             with self._left_out.states_kept("exp_avg"):
                 self._exchange_momenta(step)
-        self._count(steps=step)
+        self._set_progress(steps=step)
 
     def _exchange_momenta(self, step: int) -> None:
         """A step after the freeze."""
-        self._mask()
+        self._mask_errors()
         scratch = torch.empty(CHUNK, device=self._buckets[0].device)
         exchanges = [self._exchange_momentum(bucket, step, scratch) for bucket in self._buckets]
         for bucket, exchange in zip(self._buckets, exchanges, strict=True):
@@ -166,9 +166,9 @@ class OneBitAdam(FreezingOptimizer):
 
     def _exchange_momentum(self, bucket: FlatBucket, step: int, scratch: torch.Tensor) -> PipelinedReduction:
         """Starts it for a bucket: each chunk of m is advanced as it is sent, and used as its mean arrives."""
-        beta1, eps, groups = self._betas[0], self._eps, bucket.of_group(self.param_groups)
+        beta1, eps, groups = self._betas[0], self._eps, bucket.groups_of_parameters(self.param_groups)
         gradients = [None if g is None else g.reshape(-1) for g in bucket.gradients()]
-        return self._start(
+        return self._start_exchange(
             bucket,
             bucket.arrays["exp_avg"],
             partial(advance_range, bucket, gradients, beta1),
@@ -179,7 +179,7 @@ class OneBitAdam(FreezingOptimizer):
         """Updates the weights of a bucket by m. reached: per parameter, whether to do so."""
         first, second = self._corrections(step)
         divided = bucket.views_of(denominators(bucket.arrays["exp_avg_sq"], second, self._eps))
-        groups = bucket.of_group(self.param_groups)
+        groups = bucket.groups_of_parameters(self.param_groups)
         kept = [n for n, flag in enumerate(reached) if flag]
         decay([bucket.parameters[n] for n in kept], [groups[n] for n in kept])
         for n in kept:

@@ -33,10 +33,10 @@ from ...optimizer_trial import StepNeeds
 from ...replicas.start_check import check_settings_agree
 from ...setting_checks import require
 from ..elementwise_state import restore_wide
-from .exchange import WHERE, Errors, OfRange, OneBitExchange
+from .exchange import WHERE, MessageErrors, OneBitExchange, RangeCallback
 from .flat import FlatBucket
 from .group_settings import check_betas_and_eps, check_groups, is_number
-from .left_out import LeftOut
+from .left_out import LeftOutParameters
 
 _ERROR = "error"
 Buckets = Sequence[tuple[Sequence[torch.nn.Parameter], BucketLayout]]
@@ -76,15 +76,16 @@ class OneBitOptimizer(torch.optim.Optimizer):
         require("bucket_cap_mb", bucket_cap_mb, is_number(bucket_cap_mb) and bucket_cap_mb > 0, "a number above 0")
         if process_group is not None and not isinstance(process_group, Communicator):
             raise ConfigurationError(f"process_group: got {type(process_group).__name__}; needs a Communicator")
-        self._process_group, self._where, self._feeds_back = process_group, where, error_feedback
+        self._process_group, self._where, self._has_error_feedback = process_group, where, error_feedback
         self._cap = bucket_cap_mb * MIB
         self._buckets: list[FlatBucket] = []
-        self._errors: dict[FlatBucket, Errors] = {}
-        self._left_out = LeftOut()
-        self._own: set[torch.Tensor] = set()  # the parameters of all groups, once they are asked for
-        self._entries: dict[torch.Tensor, dict[str, Any]] = {}  # of `state`, as laid out; others were loaded since
+        self._errors: dict[FlatBucket, MessageErrors] = {}
+        self._left_out = LeftOutParameters()
+        self._own_parameters: set[torch.Tensor] = set()  # the parameters of all groups, once they are asked for
+        # Entries of `state` as they were laid out; any other entry was loaded since.
+        self._laid_out_states: dict[torch.Tensor, dict[str, Any]] = {}
         self._exchange: OneBitExchange | None = None
-        self._given: tuple[Communicator, Buckets] | None = None
+        self._engine_ranks_and_buckets: tuple[Communicator, Buckets] | None = None
         self._is_hooked = self._has_errors = self._has_gathered = False
         super().__init__(params, defaults)
         self.param_groups[0]["progress"] = progress
@@ -108,11 +109,11 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def refuse_local_weights(self) -> None:
         """Raises TrainingError where the weights are not the same on all ranks, so that no state can be kept."""
 
-    def _stays(self, p: torch.nn.Parameter) -> bool:
+    def _is_left_out(self, p: torch.nn.Parameter) -> bool:
         """Tells if the next step is to leave a parameter as it is: it does not train."""
         return not p.requires_grad
 
-    def _decisive(self) -> dict[str, Any]:
+    def _settings_that_must_agree(self) -> dict[str, Any]:
         """The settings that decide when something else is sent; ranks that differ would wait for each other."""
         return {}
 
@@ -124,7 +125,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         found: dict[str, Any] = self.param_groups[0]["progress"]
         return found
 
-    def _count(self, **changed: Any) -> None:
+    def _set_progress(self, **changed: Any) -> None:
         """Changes counters. A new dictionary, as states refer to the former one."""
         self.param_groups[0]["progress"] = {**self.progress, **changed}
 
@@ -162,7 +163,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             own = self.defaults[name]
             require(name, settings[name], settings[name] == own, f"{own!r}, as all groups, which are sent together")
         super().add_param_group(param_group)
-        self._own = set()
+        self._own_parameters = set()
         for p in self.param_groups[-1]["params"]:
             if not p.dtype.is_floating_point or p.dtype == torch.float64:
                 raise ConfigurationError(f"params: got {p.dtype}; needs parameters of 32 or 16 bits, floating-point")
@@ -174,7 +175,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
         Gradients of parameters that this optimizer does not have are averaged in any case.
         """
-        if not self._is_hooked and self._given is None:
+        if not self._is_hooked and self._engine_ranks_and_buckets is None:
             bucket.refuse_other_ranks(type(self).__name__, self._group())
         self._is_hooked = True
         flat = bucket.buffer()
@@ -195,11 +196,13 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def _foreign(self, bucket: GradBucket) -> list[torch.Tensor]:
         """The gradients of a bucket whose parameters another optimizer has."""
-        if self._given is not None:
+        if self._engine_ranks_and_buckets is not None:
             return []
-        if not self._own:
-            self._own = {p for group in self.param_groups for p in group["params"]}
-        return [g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True) if p not in self._own]
+        if not self._own_parameters:
+            self._own_parameters = {p for group in self.param_groups for p in group["params"]}
+        return [
+            g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True) if p not in self._own_parameters
+        ]
 
     def _reduce_foreign(self, flat: torch.Tensor, foreign: list[torch.Tensor], inside: Communicator | None) -> Handle:
         """Averages these gradients over all ranks, and the others of the bucket inside nodes alone."""
@@ -215,17 +218,17 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if self._where == "between_nodes":
             split_by_node(world, self._where)
 
-    def use(self, world: Communicator, buckets: Buckets) -> None:
+    def bind_to_engine(self, world: Communicator, buckets: Buckets) -> None:
         """Takes an engine's ranks and buckets, and makes the exchange. Collective.
 
         buckets: of the optimizer's parameters; their shards are the owners' chunks.
         """
-        self._given = world, buckets
+        self._engine_ranks_and_buckets = world, buckets
         self._ready_exchange()
 
     def _group(self) -> Communicator:
-        if self._given is not None:
-            return self._given[0]
+        if self._engine_ranks_and_buckets is not None:
+            return self._engine_ranks_and_buckets[0]
         return data_group(type(self).__name__, self._process_group, needed="process_group=")
 
     def _ready_exchange(self) -> OneBitExchange:
@@ -233,13 +236,17 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if self._exchange is None:
             world = self._group()
             check_everywhere(world, self._check_groups)
-            told = {key: value for key, value in self.defaults.items() if key not in ("lr", "weight_decay")}
-            told |= {"betas": self._betas, "eps": self._eps}
-            told |= {"where": self._where, "error_feedback": self._feeds_back, "bucket_cap_mb": self._cap / MIB}
-            told |= self._decisive() | self.progress
-            told["shapes of params"] = [tuple(p.shape) for group in self.param_groups for p in group["params"]]
-            check_settings_agree(world, type(self).__name__, told)
-            self._exchange = OneBitExchange(world, self._where, self._feeds_back)
+            settings = {key: value for key, value in self.defaults.items() if key not in ("lr", "weight_decay")}
+            settings |= {"betas": self._betas, "eps": self._eps}
+            settings |= {
+                "where": self._where,
+                "error_feedback": self._has_error_feedback,
+                "bucket_cap_mb": self._cap / MIB,
+            }
+            settings |= self._settings_that_must_agree() | self.progress
+            settings["shapes of params"] = [tuple(p.shape) for group in self.param_groups for p in group["params"]]
+            check_settings_agree(world, type(self).__name__, settings)
+            self._exchange = OneBitExchange(world, self._where, self._has_error_feedback)
         return self._exchange
 
     @property
@@ -274,13 +281,13 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._prepare()
+        self._prepare_step()
         if any(p.grad is not None and p.grad.is_sparse for bucket in self._buckets for p in bucket.parameters):
             raise ConfigurationError(f"{type(self).__name__}: got a sparse gradient; needs dense ones")
         self._update()
         return loss
 
-    def _prepare(self) -> None:
+    def _prepare_step(self) -> None:
         """Lays out the states and copies loaded ones into them. Collective at the first step."""
         exchange = self._ready_exchange()
         self._check_groups()
@@ -291,8 +298,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
             )
         if not self._buckets:
             self._lay_out(exchange)
-        if not self._entries or self._is_loaded():
-            self._take_over(exchange)
+        if not self._laid_out_states or self._is_loaded():
+            self._adopt_loaded_states(exchange)
         self._note_left_out()
         self.forget_errors()
 
@@ -300,11 +307,13 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """Returns whether states were loaded since the last step, in place of those that are views of the arrays."""
         key, entries = self.keys[0], self.state
         held = (pair for bucket in self._buckets for pair in zip(bucket.parameters, bucket.views[key], strict=True))
-        return any(entries.get(p) is not self._entries.get(p) or entries[p].get(key) is not view for p, view in held)
+        return any(
+            entries.get(p) is not self._laid_out_states.get(p) or entries[p].get(key) is not view for p, view in held
+        )
 
     def _lay_out(self, exchange: OneBitExchange) -> None:
-        if self._given is not None:
-            buckets = self._given[1]
+        if self._engine_ranks_and_buckets is not None:
+            buckets = self._engine_ranks_and_buckets[1]
         else:
             parameters = [p for group in self.param_groups for p in group["params"]]
             cut = assign(reversed(parameters), self._cap)
@@ -312,10 +321,10 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._buckets = [FlatBucket(parameters, layout, self.keys) for parameters, layout in buckets]
         self._errors = {bucket: exchange.errors_of(bucket.layout, bucket.device) for bucket in self._buckets}
 
-    def _take_over(self, exchange: OneBitExchange) -> None:
+    def _adopt_loaded_states(self, exchange: OneBitExchange) -> None:
         """Copies loaded states into the arrays, of which each parameter's state is a view from then on."""
         self._left_out.clear()
-        self._has_errors = self._feeds_back and any(_ERROR in entry for entry in self.state.values())
+        self._has_errors = self._has_error_feedback and any(_ERROR in entry for entry in self.state.values())
         for bucket in self._buckets:
             mean = torch.zeros(bucket.layout.padded, device=bucket.device)
             for number, (p, error) in enumerate(zip(bucket.parameters, bucket.views_of(mean), strict=True)):
@@ -328,35 +337,35 @@ class OneBitOptimizer(torch.optim.Optimizer):
                         view.copy_(loaded[key])
                 if _ERROR in loaded:
                     error.copy_(loaded[_ERROR])
-                self.state[p] = self._entries[p] = {key: bucket.views[key][number] for key in self.keys}
-            exchange.take_over(self._errors[bucket], mean)
+                self.state[p] = self._laid_out_states[p] = {key: bucket.views[key][number] for key in self.keys}
+            exchange.set_errors_from_mean(self._errors[bucket], mean)
             self._errors[bucket].mask(None)
 
     def _note_left_out(self) -> None:
         for bucket, errors in self._errors.items():
-            if self._left_out.note(bucket, [self._stays(p) for p in bucket.parameters], self.keys):
+            if self._left_out.update(bucket, [self._is_left_out(p) for p in bucket.parameters], self.keys):
                 errors.mask(None)
 
-    def _mask(self) -> None:
+    def _mask_errors(self) -> None:
         """Leaves elements out of exchanges: those of `_left_out`, and those that never had a gradient.
 
         The mean square of the latter is zero.
         """
         for bucket, errors in self._errors.items():
             if errors.masked is None:
-                errors.mask(bucket.masked(bucket.arrays["exp_avg_sq"], self._left_out.flags[bucket]))
+                errors.mask(bucket.zero_elements(bucket.arrays["exp_avg_sq"], self._left_out.flags[bucket]))
 
-    def _start(
+    def _start_exchange(
         self,
         bucket: FlatBucket,
         array: torch.Tensor,
-        advance: OfRange | None = None,
-        arrived: OfRange | None = None,
+        advance: RangeCallback | None = None,
+        on_mean: RangeCallback | None = None,
     ) -> PipelinedReduction:
         """Starts to exchange an array of a bucket. advance, arrived: as of `OneBitExchange.start`."""
         assert self._exchange is not None
-        self._has_errors = self._feeds_back
-        return self._exchange.start(array, self._errors[bucket], advance, arrived)
+        self._has_errors = self._has_error_feedback
+        return self._exchange.start(array, self._errors[bucket], advance, on_mean)
 
     def _all_agree(self, on: bool) -> bool:
         """Tells if all ranks say yes. Collective."""

@@ -17,7 +17,7 @@ from ...gradients.buckets import BucketLayout
 
 
 @dataclass(frozen=True)
-class Span:
+class ParameterSpan:
     """The part of a parameter in a range of an array.
 
     number: of the parameter.
@@ -46,7 +46,7 @@ class FlatBucket:
         self.device = self.parameters[0].device
         self.arrays: dict[str, torch.Tensor] = {}
         self.views: dict[str, list[torch.Tensor]] = {}
-        self._spans: dict[tuple[int, int], list[Span]] = {}
+        self._spans: dict[tuple[int, int], list[ParameterSpan]] = {}
         for key in keys:
             self.array(key)
 
@@ -66,14 +66,14 @@ class FlatBucket:
         """Each parameter's elements in an array, as a view of its shape."""
         return self.layout.views(array, [p.shape for p in self.parameters])
 
-    def spans(self, start: int, stop: int) -> list[Span]:
+    def spans(self, start: int, stop: int) -> list[ParameterSpan]:
         """The parts of the parameters in a range of an array."""
         if (start, stop) not in self._spans:
             self._spans[start, stop] = found = []
             for number, (offset, size) in enumerate(zip(self.layout.offsets, self.layout.sizes, strict=True)):
                 low, high = max(start, offset), min(stop, offset + size)
                 if low < high:
-                    found.append(Span(number, low - offset, high - offset, slice(low, high)))
+                    found.append(ParameterSpan(number, low - offset, high - offset, slice(low, high)))
         return self._spans[start, stop]
 
     def gradients(self) -> list[torch.Tensor | None]:
@@ -84,7 +84,7 @@ class FlatBucket:
         """The numbers of the parameters that train."""
         return [n for n, p in enumerate(self.parameters) if p.requires_grad]
 
-    def masked(self, array: torch.Tensor, left_out: Sequence[bool]) -> torch.Tensor:
+    def zero_elements(self, array: torch.Tensor, left_out: Sequence[bool]) -> torch.Tensor:
         """The numbers of the elements that are zero, those between the parameters among them: int64.
 
         left_out: of each parameter, whether all of its elements are among them too.
@@ -95,7 +95,7 @@ class FlatBucket:
                 view.fill_(True)
         return flags.nonzero().flatten()
 
-    def of_group(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def groups_of_parameters(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The group of each parameter."""
         found = {p: group for group in groups for p in group["params"]}
         return [found[p] for p in self.parameters]

@@ -102,18 +102,18 @@ class OneBitLamb(FreezingOptimizer):
         else:
             with self._left_out.states_kept("exp_avg", _FRESH):
                 self._exchange_momenta(step)
-        self._count(steps=step)
+        self._set_progress(steps=step)
 
     def _exchange_momenta(self, step: int) -> None:
         """A step after the freeze."""
-        self._mask()
+        self._mask_errors()
         beta1, beta2 = self._betas
         exchanged = []
         for bucket in self._buckets:
             before = bucket.arrays["exp_avg"].clone()
             local = advance_first_moment(bucket, bucket.gradients(), beta1)
             self._scale(bucket, inverse=False)
-            exchanged.append((bucket, before, self._start(bucket, local)))
+            exchanged.append((bucket, before, self._start_exchange(bucket, local)))
         for bucket, before, exchange in exchanged:
             exchange.wait()
             self._scale(bucket, inverse=True)
@@ -129,7 +129,7 @@ class OneBitLamb(FreezingOptimizer):
         """Updates the weights of a bucket. fresh: denominators by the fresh v, after the freeze."""
         first, second = self._corrections(step)
         steady = bucket.views_of(denominators(bucket.arrays["exp_avg_sq"], second, self._eps))
-        groups = bucket.of_group(self.param_groups)
+        groups = bucket.groups_of_parameters(self.param_groups)
         found = [n for n, flag in enumerate(reached) if flag and bucket.parameters[n].numel()]
         weights = [bucket.parameters[n].float() for n in found]
         updates = [
@@ -156,7 +156,7 @@ class OneBitLamb(FreezingOptimizer):
         for number, ratio in zip(self._numbers(bucket, found), ratios, strict=True):
             averages[number] = _AVERAGE * averages[number] + (1 - _AVERAGE) * ratio
             counts[number] += 1
-        self._count(ratios=averages, measured=counts)
+        self._set_progress(ratios=averages, measured=counts)
         return ratios
 
     def _followed(self, bucket: FlatBucket, found: Sequence[int], largest: Sequence[float]) -> list[float]:
@@ -170,7 +170,7 @@ class OneBitLamb(FreezingOptimizer):
             factors[number] = min(max(near, _LEAST), _MOST)
             steady = averages[number] / (1 - _AVERAGE ** counts[number]) if counts[number] else 1.0
             ratios.append(steady * factors[number])
-        self._count(factors=factors)
+        self._set_progress(factors=factors)
         return ratios
 
     def _set_scalings(self) -> None:
@@ -185,7 +185,7 @@ class OneBitLamb(FreezingOptimizer):
         common = sum(roots.values()) / len(roots)
         for number, root in roots.items():
             scalings[number] = common / root if root > 0 else 1.0
-        self._count(scalings=scalings)
+        self._set_progress(scalings=scalings)
 
     def _scale(self, bucket: FlatBucket, inverse: bool) -> None:
         scalings = self._per_parameter("scalings", 1.0)

@@ -15,7 +15,7 @@ import torch
 from .flat import FlatBucket
 
 
-class LeftOut:
+class LeftOutParameters:
     """The parameters of some buckets that are left out, as last noted.
 
     flags: of each bucket, one for each parameter.
@@ -30,7 +30,7 @@ class LeftOut:
         self.flags.clear()
         self._with_state.clear()
 
-    def note(self, bucket: FlatBucket, flags: list[bool], keys: Sequence[str]) -> bool:
+    def update(self, bucket: FlatBucket, flags: list[bool], keys: Sequence[str]) -> bool:
         """Notes which of a bucket's parameters are left out; tells if that has changed. keys: of the states."""
         if flags == self.flags.get(bucket):
             return False

@@ -92,10 +92,10 @@ class ZeroOneAdam(OneBitOptimizer):
         self._weights: dict[FlatBucket, list[torch.Tensor]] = {}  # of the last exchange, while steps are local
         self._rates: dict[torch.nn.Parameter, float] = {}  # sums, of those that have stepped since the last exchange
 
-    def _decisive(self) -> dict[str, Any]:
+    def _settings_that_must_agree(self) -> dict[str, Any]:
         found = {"renewals": self._renewals, "local_after": self._local_after}
         found |= {"local_interval_steps": self._interval_steps, "max_local_interval": self._max_interval}
-        return super()._decisive() | found
+        return super()._settings_that_must_agree() | found
 
     @property
     def averages_gradients(self) -> bool:
@@ -117,14 +117,14 @@ class ZeroOneAdam(OneBitOptimizer):
                 f"needs {left} more step{'s' if left > 1 else ''}, after which the ranks exchange"
             )
 
-    def _stays(self, p: torch.nn.Parameter) -> bool:
-        return super()._stays(p) and p not in self._rates
+    def _is_left_out(self, p: torch.nn.Parameter) -> bool:
+        return super()._is_left_out(p) and p not in self._rates
 
     def _update(self) -> None:
         step = self.progress["steps"] + 1
         with self._left_out.states_kept(*self.keys):
             self._make_step(step)
-        self._count(steps=step)
+        self._set_progress(steps=step)
 
     def _make_step(self, step: int) -> None:
         if step > self._local_after:
@@ -145,16 +145,16 @@ class ZeroOneAdam(OneBitOptimizer):
         for errors in self._errors.values():
             errors.mask(None)
         renewed = self.progress["renewed"] + 1
-        self._count(renewed=renewed, beta2_of_v=self._betas[1], renewed_at_interval=now, interval=interval)
+        self._set_progress(renewed=renewed, beta2_of_v=self._betas[1], renewed_at_interval=now, interval=interval)
 
     def _step_by_signs(self, step: int) -> None:
         """A step by gradients that are averaged in one bit."""
-        self._mask()
+        self._mask_errors()
         started = []
         for bucket in self._buckets:
             array = torch.zeros(bucket.layout.padded, device=bucket.device)
             torch._foreach_copy_(bucket.views_of(array), _filled(bucket))
-            started.append((bucket, array, self._start(bucket, array)))
+            started.append((bucket, array, self._start_exchange(bucket, array)))
         for bucket, array, exchange in started:
             exchange.wait()
             bucket.arrays["exp_avg"].lerp_(array, 1 - self._betas[0])
@@ -166,14 +166,14 @@ class ZeroOneAdam(OneBitOptimizer):
 
     def _descend(self, bucket: FlatBucket, step: int) -> None:
         """Updates the weights of a bucket by m."""
-        divided, groups = bucket.views_of(self._denominators(bucket)), bucket.of_group(self.param_groups)
+        divided, groups = bucket.views_of(self._denominators(bucket)), bucket.groups_of_parameters(self.param_groups)
         self._decay(bucket, bucket.parameters)
         for n in bucket.trained():
             descend(bucket.parameters[n], bucket.views["exp_avg"][n], divided[n], self._rate(groups[n], step))
 
     def _decay(self, bucket: FlatBucket, weights: Sequence[torch.Tensor]) -> None:
         """The decay of those parameters of a bucket that train. weights: theirs, or of the last exchange."""
-        groups, trained = bucket.of_group(self.param_groups), bucket.trained()
+        groups, trained = bucket.groups_of_parameters(self.param_groups), bucket.trained()
         decay([weights[n] for n in trained], [groups[n] for n in trained])
 
     def _rate(self, group: dict[str, Any], step: int) -> float:
@@ -190,11 +190,11 @@ class ZeroOneAdam(OneBitOptimizer):
         if step == self._local_after + 1:
             for errors in self._errors.values():
                 errors.clear()
-        self._mask()
+        self._mask_errors()
         since, interval = self.progress["since"] + 1, self.progress["local_interval"]
         started = []
         for bucket in self._buckets:
-            groups = bucket.of_group(self.param_groups)
+            groups = bucket.groups_of_parameters(self.param_groups)
             if since == 1 and interval > 1:
                 self._weights[bucket] = [p.detach().clone() for p in bucket.parameters]
             momentum = advance_first_moment(bucket, bucket.gradients(), self._betas[0])
@@ -207,11 +207,11 @@ class ZeroOneAdam(OneBitOptimizer):
             if interval > 1:
                 self._decay(bucket, self._weights[bucket])
             if since == interval:
-                started.append((bucket, self._start(bucket, bucket.arrays[_SUM])))
+                started.append((bucket, self._start_exchange(bucket, bucket.arrays[_SUM])))
             else:
                 self._descend(bucket, step)
         if since < interval:
-            self._count(since=since)
+            self._set_progress(since=since)
             return
         for bucket, exchange in started:
             exchange.wait()
@@ -219,7 +219,7 @@ class ZeroOneAdam(OneBitOptimizer):
         self._rates.clear()
         at_interval = self.progress["steps_at_interval"] + interval
         doubles = at_interval >= self._interval_steps
-        self._count(
+        self._set_progress(
             since=0,
             steps_at_interval=0 if doubles else at_interval,
             local_interval=min(2 * interval, self._max_interval) if doubles else interval,
@@ -246,8 +246,8 @@ class ZeroOneAdam(OneBitOptimizer):
         assert found is not None
         return found
 
-    def _take_over(self, exchange: OneBitExchange) -> None:
-        super()._take_over(exchange)
+    def _adopt_loaded_states(self, exchange: OneBitExchange) -> None:
+        super()._adopt_loaded_states(exchange)
         self._weights.clear()
         self._rates.clear()
         for bucket in self._buckets:

@@ -66,7 +66,7 @@ from ..stepping.precision import Conversion
 from ..stepping.whole_steps import WholeSteps
 from . import arguments
 from .initial_values import InitialValues
-from .options import Options
+from .options import ZeroOptions
 
 if TYPE_CHECKING:  # at run time with compress=, or offload=, alone: few programs need them
     from ...gradients.compression.hook import CompressedReduction
@@ -74,7 +74,7 @@ if TYPE_CHECKING:  # at run time with compress=, or offload=, alone: few program
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
+class _AgreedPlan:
     """The plan on which the ranks have agreed before anything is changed."""
 
     groups: list[dict[str, Any]]
@@ -94,7 +94,7 @@ def build(
     owner: torch.optim.Optimizer,
     model: torch.nn.Module,
     optimizer_class: type[torch.optim.Optimizer],
-    options: Options,
+    options: ZeroOptions,
     kwargs: Mapping[str, Any],
     before_backward_steps: Callable[[], None],
 ) -> Parts:
@@ -235,9 +235,9 @@ def _check(
     divisor: int,
     model: Any,
     optimizer_class: type[torch.optim.Optimizer],
-    options: Options,
+    options: ZeroOptions,
     kwargs: Mapping[str, Any],
-) -> tuple[ShardGroup, _Plan]:
+) -> tuple[ShardGroup, _AgreedPlan]:
     """Checks all arguments, on all ranks, and plans what is to be done. Collective; the model stays as it is.
 
     with_tp: as in Parts. All of these ranks raise what one of them finds, as they wait for each other over tp.
@@ -315,7 +315,7 @@ def _check(
 
         halves = conversion.precision.param_dtype is not None
         offloaded = OffloadedOptimizer(group, offload, optimizer_class, kwargs, groups, halves, place)
-    return group, _Plan(
+    return group, _AgreedPlan(
         groups=groups,
         place=place,
         conversion=conversion,
@@ -331,7 +331,7 @@ def _check(
 
 
 def _refuse_combinations(
-    model: torch.nn.Module, optimizer_class: type[torch.optim.Optimizer], options: Options
+    model: torch.nn.Module, optimizer_class: type[torch.optim.Optimizer], options: ZeroOptions
 ) -> None:
     """Refuses what an optimizer that averages gradients itself cannot be combined with."""
     if exchanges_gradients(optimizer_class):
@@ -353,11 +353,11 @@ def _watch(model: torch.nn.Module) -> tuple[BackwardWatch, list[torch.nn.Paramet
 
 def _cut_parameters(
     model: torch.nn.Module,
-    plan: _Plan,
+    plan: _AgreedPlan,
     layouts: list[UnitLayout],
     group: ShardGroup,
     watch: BackwardWatch,
-    options: Options,
+    options: ZeroOptions,
 ) -> ParameterStrategy:
     """Cuts the model's parameters over the ranks by the strategy that stage and ranks call for.
 
@@ -393,12 +393,12 @@ def _cut_parameters(
 def _make_shard_reducer(
     parameters: ParameterStrategy,
     trains: list[ParameterShard],
-    plan: _Plan,
+    plan: _AgreedPlan,
     layouts: list[UnitLayout],
     group: ShardGroup,
     watch: BackwardWatch,
     names: Mapping[torch.nn.Parameter, str],
-    options: Options,
+    options: ZeroOptions,
 ) -> ShardReducer:
     """Makes the buckets of the shards that train, and the hooks that fill and reduce them."""
     shared, dedicated = ROTATING, 0
@@ -434,7 +434,7 @@ def _phases(parameters: ParameterStrategy, shard_reducer: ShardReducer, grad_att
 
 
 def _inner(
-    plan: _Plan,
+    plan: _AgreedPlan,
     group: ShardGroup,
     slices: Mapping[torch.nn.Parameter, Slice],
     optimizer_class: type[torch.optim.Optimizer],

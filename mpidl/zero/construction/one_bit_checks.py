@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from ...errors import ConfigurationError
-from .options import Options
+from .options import ZeroOptions
 
 
-def refuse_combinations(model: torch.nn.Module, optimizer_class: type, options: Options) -> None:
+def refuse_combinations(model: torch.nn.Module, optimizer_class: type, options: ZeroOptions) -> None:
     """Refuses what optimizers that send one bit an element cannot be combined with. optimizer_class: one of these."""
     name = optimizer_class.__name__
     if options.stage != 1:

@@ -19,7 +19,7 @@ from .module_values import InitFn
 
 
 @dataclass(frozen=True)
-class Options:
+class ZeroOptions:
     """Arguments of ZeroOptimizer except the model, the optimizer's class and its settings; documented there."""
 
     stage: int

@@ -346,7 +346,7 @@ class ShardedGradient(torch.Tensor):
 
 
 @dataclass(frozen=True)
-class _Reduction:
+class _PendingReduction:
     """A reduction of a gradient over the ranks.
 
     local: of this rank's part, which may be empty.
@@ -372,16 +372,16 @@ def _least(part: torch.Tensor) -> Any:
 
 
 _REDUCTIONS = {
-    "sum": _Reduction(_sum, torch.sum),
-    "mean": _Reduction(_sum, torch.sum),
-    "max": _Reduction(_largest, torch.max),
-    "amax": _Reduction(_largest, torch.max),
-    "min": _Reduction(_least, torch.min),
-    "amin": _Reduction(_least, torch.min),
-    "all": _Reduction(torch.all, torch.min, torch.bool),
-    "any": _Reduction(torch.any, torch.max, torch.bool),
-    "count_nonzero": _Reduction(torch.count_nonzero, torch.sum, torch.int64),
-    "_local_scalar_dense": _Reduction(_sum, torch.sum),
+    "sum": _PendingReduction(_sum, torch.sum),
+    "mean": _PendingReduction(_sum, torch.sum),
+    "max": _PendingReduction(_largest, torch.max),
+    "amax": _PendingReduction(_largest, torch.max),
+    "min": _PendingReduction(_least, torch.min),
+    "amin": _PendingReduction(_least, torch.min),
+    "all": _PendingReduction(torch.all, torch.min, torch.bool),
+    "any": _PendingReduction(torch.any, torch.max, torch.bool),
+    "count_nonzero": _PendingReduction(torch.count_nonzero, torch.sum, torch.int64),
+    "_local_scalar_dense": _PendingReduction(_sum, torch.sum),
 }
 _FOREACH = _ELEMENTWISE | _IN_PLACE | _NORMS | set(_REDUCTIONS)  # of torch._foreach_...
 _OF_COMPLEX = frozenset({"all", "any", "count_nonzero"})

@@ -36,7 +36,7 @@ from .offloaded_slice import Gradient, OffloadedSlice
 from .settings import Offload
 from .state_mapping import StateMapping
 from .storage import Storage
-from .sub_groups import MASTER, Chunk, SubGroup, sub_groups_of
+from .sub_groups import MASTER, SliceRange, SubGroup, sub_groups_of
 from .triple_buffering import BUFFERS, TripleBuffering
 
 
@@ -128,7 +128,7 @@ class OffloadedOptimizer(InnerOptimizer):
             self.param_groups.append(dict(group))
             for values in group["params"]:
                 part = self._slices[values]
-                wholes.append(Chunk(part, number, 0, part.size, self._states(number, values)))
+                wholes.append(SliceRange(part, number, 0, part.size, self._states(number, values)))
         order = {part: number for number, part in enumerate(self._slices.values())}  # that of the shards, on every rank
         wholes.sort(key=lambda chunk: order[chunk.part])
         parts, budget = [wholes], self._settings.buffer_mb * MIB / BUFFERS
@@ -143,7 +143,7 @@ class OffloadedOptimizer(InnerOptimizer):
         """Adds one group. Collective."""
         self.add_param_groups([group])
 
-    def _make(self, parts: Iterable[list[Chunk]]) -> None:
+    def _make(self, parts: Iterable[list[SliceRange]]) -> None:
         settings = [without_parameters(group) for group in self.param_groups]
         try:
             if self._no_room is not None:

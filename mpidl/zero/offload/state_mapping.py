@@ -10,7 +10,7 @@ import torch
 from ...optim.elementwise_state import saved_state
 from .offloaded_slice import OffloadedSlice
 from .storage import Storage
-from .sub_groups import Chunk, SubGroup
+from .sub_groups import SliceRange, SubGroup
 
 
 class StateMapping(MutableMapping[torch.Tensor, dict[str, Any]]):
@@ -21,7 +21,7 @@ class StateMapping(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def __init__(self, storage: Storage | None, wait_for_update: Callable[[], None]) -> None:
         self._storage, self._wait_for_update = storage, wait_for_update
-        self._of: dict[torch.Tensor, tuple[OffloadedSlice, list[tuple[SubGroup, Chunk]]]] = {}
+        self._of: dict[torch.Tensor, tuple[OffloadedSlice, list[tuple[SubGroup, SliceRange]]]] = {}
 
     def add(self, group: SubGroup) -> None:
         """Adds a sub-group's chunks."""
@@ -75,7 +75,7 @@ class StateMapping(MutableMapping[torch.Tensor, dict[str, Any]]):
         return sum(1 for _ in self)
 
 
-def _in_fp32(part: OffloadedSlice, group: SubGroup, chunk: Chunk, storage: Storage | None) -> dict[str, Any]:
+def _in_fp32(part: OffloadedSlice, group: SubGroup, chunk: SliceRange, storage: Storage | None) -> dict[str, Any]:
     """The state of a chunk as it is saved, of an optimizer that keeps another form."""
     entry = group.inner.state.get(chunk.parameter, {})
     if not entry and not chunk.keys:

@@ -26,7 +26,7 @@ MASTER = ""
 
 
 @dataclass(eq=False)
-class Chunk:
+class SliceRange:
     """Elements start .. stop of a slice, in parameter group `group`.
 
     states: the dtypes of the tensors of its size that the optimizer keeps, as far as known.
@@ -58,13 +58,13 @@ class Chunk:
         return master + sum(dtype.itemsize for dtype in self.states.values())
 
 
-def sub_groups_of(wholes: Sequence[Chunk], budget: float, sizes: Sequence[int] | None) -> list[list[Chunk]]:
+def sub_groups_of(wholes: Sequence[SliceRange], budget: float, sizes: Sequence[int] | None) -> list[list[SliceRange]]:
     """Chunks of at most `budget` bytes together, in order.
 
     wholes: whole slices.
     sizes: if they must stay whole, the elements by which each counts, the same on every rank.
     """
-    groups: list[list[Chunk]] = [[]]
+    groups: list[list[SliceRange]] = [[]]
     left_bytes = budget
     for number, whole in enumerate(wholes):
         each = whole.bytes_each
@@ -84,7 +84,7 @@ def sub_groups_of(wholes: Sequence[Chunk], budget: float, sizes: Sequence[int] |
                 left_bytes = budget
                 continue
             count = min(left, max(fits, _VECTORS))
-            groups[-1].append(Chunk(whole.part, whole.group, start, start + count, dict(whole.states)))
+            groups[-1].append(SliceRange(whole.part, whole.group, start, start + count, dict(whole.states)))
             left_bytes -= each * count
             start += count
             if start >= whole.stop:
@@ -101,7 +101,7 @@ class SubGroup:
 
     def __init__(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[SliceRange],
         storage: Storage | None,
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         settings: Sequence[Mapping[str, Any]],
@@ -112,9 +112,9 @@ class SubGroup:
             members.setdefault(chunk.group, []).append(chunk.parameter)
         self._numbers = sorted(members)
         self.inner = make([{**settings[number], "params": members[number]} for number in self._numbers])
-        self._live: list[Chunk] = []
+        self._live: list[SliceRange] = []
         self._gradients: Mapping[OffloadedSlice, Gradient] = {}
-        self._places: list[tuple[Chunk, str, Extent, int]] = []
+        self._places: list[tuple[SliceRange, str, Extent, int]] = []
         self.nbytes = 0
         self.prepare(
             settings, {chunk.part: Gradient(chunk.part.values) for chunk in chunks}
@@ -157,7 +157,7 @@ class SubGroup:
     @torch.no_grad()
     def step(self, buffer: torch.Tensor) -> None:
         """Runs the inner optimizer's step on the buffer or on memory. Only computes, so it may run in a thread."""
-        views: dict[Chunk, dict[str, torch.Tensor]] = {chunk: {} for chunk in self._live}
+        views: dict[SliceRange, dict[str, torch.Tensor]] = {chunk: {} for chunk in self._live}
         for chunk, name, extent, position in self._places:
             dtype = chunk.part.values.dtype if name == MASTER else chunk.states[name]
             views[chunk][name] = buffer[position : position + extent.nbytes].view(dtype)
@@ -177,7 +177,7 @@ class SubGroup:
             chunk.part.deliver(chunk.start, chunk.stop, chunk.parameter.detach())
             self.store_state(chunk, views[chunk])
 
-    def store_state(self, chunk: Chunk, places: Mapping[str, torch.Tensor] | None = None) -> None:
+    def store_state(self, chunk: SliceRange, places: Mapping[str, torch.Tensor] | None = None) -> None:
         """Takes state tensors of the chunk's size out of memory: to their places in the buffer, or to the storage."""
         if self._storage is None:
             return

@@ -119,7 +119,7 @@ class OwnedWeights:
                 found[name] = whole.view(p.shape).cpu()
         return found
 
-    def agreed(self, value: Any) -> Any:
+    def from_root(self, value: Any) -> Any:
         """Broadcasts rank 0's value. Collective."""
         return broadcast_object(self.comm, value)
 

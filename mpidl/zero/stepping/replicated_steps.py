@@ -58,7 +58,9 @@ class ReplicatedSteps(InnerOptimizer):
             self._whole |= {p: torch.nn.Parameter(view) for p, view in pairs}
         of_wholes = [{**given, "params": [self._whole[p] for p in given["params"]]} for given in groups]
         self.optimizer: OneBitOptimizer = optimizer_class(of_wholes, **settings)
-        self.optimizer.use(group.world, [([self._whole[p] for p in each.parameters], each.layout) for each in shards])
+        self.optimizer.bind_to_engine(
+            group.world, [([self._whole[p] for p in each.parameters], each.layout) for each in shards]
+        )
         self.param_groups = [
             {**made, "params": [slices[p].values for p in given["params"]]}
             for made, given in zip(self.optimizer.param_groups, groups, strict=True)

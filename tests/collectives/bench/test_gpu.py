@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.bench.device import Device
+from collectives.bench.device import BenchDevice
 from collectives.bench.gpu_limits import by_transport, limit_lines, moved_bytes
 from collectives.bench.measurement import Row
 
@@ -45,7 +45,7 @@ def test_the_limit_counts_what_ranks_on_one_gpu_read_and_write() -> None:
     assert moved_bytes("all_reduce", 400, 4) == 800
     assert moved_bytes("reduce_scatter", 400, 4) == 500
     assert moved_bytes("all_gather", 400, 4) is None
-    assert Device(sharing=4, bandwidth=1600.0).limit("all_reduce", 400, 4) == 2.0
+    assert BenchDevice(sharing=4, bandwidth=1600.0).limit("all_reduce", 400, 4) == 2.0
 
 
 def test_bounds_are_kept_or_missed() -> None:

@@ -11,8 +11,8 @@ import torch
 
 from collectives import Communicator
 from collectives.bench import measurement, reference
-from collectives.bench.buffers import Arena, cold, needs_second
-from collectives.bench.device import Device
+from collectives.bench.buffers import ArraySets, cold, needs_second
+from collectives.bench.device import BenchDevice
 from collectives.bench.measurement import Row, measure
 from collectives.bench.operations import OPERATIONS, OPERATORS, Case, bus_bandwidth
 from collectives.bench.options import read
@@ -31,7 +31,7 @@ def case(name: str, size: int = 4000, dtype: str = "float32", op: str = "sum", r
 
 def rows_of(comm: Communicator, text: str, what: Case) -> tuple[list[Row], set[str]]:
     """The rows of a case, and the sides that do not serve it."""
-    found = list(measure(comm, Device(), read(text.split(), comm.size), what))
+    found = list(measure(comm, BenchDevice(), read(text.split(), comm.size), what))
     return [row for row in found if isinstance(row, Row)], {name for name in found if isinstance(name, str)}
 
 
@@ -41,7 +41,7 @@ def test_fresh_arrays_were_just_written_by_those_who_have_the_input(comm: Commun
     """By the kernel too, which reaches them where they are."""
     text = "--algorithms auto,kernel --compare mpi --fresh -n 2 -w 0 --buffers user"
     options = read(text.split(), comm.size)
-    device = Device.of_cpu(comm, options.sides)
+    device = BenchDevice.of_cpu(comm, options.sides)
     for name, operation in OPERATIONS.items():
         what = case(name, root=comm.size - 1)
         rows = [row for row in measure(comm, device, options, what) if isinstance(row, Row)]
@@ -50,7 +50,7 @@ def test_fresh_arrays_were_just_written_by_those_who_have_the_input(comm: Commun
         assert {row.wrong for row in rows} == {0}
         assert all("mpi" in row.ratios for row in rows if row.algorithm != "mpi")
         for place in operation.places:
-            arena = Arena(comm, what, "user", 1, "cpu", has_second=needs_second(what, operation.places))
+            arena = ArraySets(comm, what, "user", 1, "cpu", has_second=needs_second(what, operation.places))
             arrays, program = arena.arrays(0, place), arena.between_calls(place)
             arrays.out.fill_(2), arrays.x.fill_(1)
             program()

@@ -10,12 +10,12 @@ import torch
 
 from collectives.bench.caches import cache_bytes
 from collectives.bench.operations import OPERATIONS
-from collectives.bench.options import Options, read
+from collectives.bench.options import BenchOptions, read
 from collectives.command_line import Refused
 from collectives.devices import unusable_reason
 
 
-def plan(text: str, ranks: int = 4) -> Options:
+def plan(text: str, ranks: int = 4) -> BenchOptions:
     return read(text.split(), ranks)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 import mpidl
 from mpidl import Offload
 from mpidl.checkpoint import index
-from mpidl.checkpoint.reading import Reader
+from mpidl.checkpoint.reading import CheckpointReader
 from mpidl.models.gpt2 import GPT2, Block, GPT2Config
 from tests.mpidl.checkpoint.training import Run
 from tests.mpidl.small_models import MODELS, fresh, largest_difference
@@ -232,15 +232,17 @@ def test_offloaded_state_passes_through_memory_a_tensor_at_a_time(
     folder = tmp_path_factory.mktemp("loaded")
     model, optimizer = made(folder)
     largest[0] = 0
-    read = Reader.read
+    read = CheckpointReader.read
 
-    def reading(reader: Reader, names: Any, cut: Any, low: int, high: int, target: torch.Tensor, *more: Any) -> None:
+    def reading(
+        reader: CheckpointReader, names: Any, cut: Any, low: int, high: int, target: torch.Tensor, *more: Any
+    ) -> None:
         read(reader, names, cut, low, high, target, *more)
         if not any(first <= target.data_ptr() < last for first, last in mapped(folder)):
             others[0] += target.nbytes
         largest[0] = max(largest[0], sum(mapped(folder).values()))
 
-    monkeypatch.setattr(Reader, "read", reading)
+    monkeypatch.setattr(CheckpointReader, "read", reading)
     mpidl.checkpoint.load(shared, model, optimizer)
     assert 0 < largest[0] < away / 2
     assert others[0] < away / 2

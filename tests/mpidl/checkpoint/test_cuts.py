@@ -53,7 +53,7 @@ def test_what_two_cuts_have_in_common_is_found_run_by_run(monkeypatch: pytest.Mo
         high = rng.randint(low, len(mine))
         found = [
             (at + step, elsewhere + step)
-            for arrays in cuts.common(one, other, low, high)
+            for arrays in cuts.common_runs(one, other, low, high)
             for at, elsewhere, length in zip(*(array.tolist() for array in arrays), strict=True)
             for step in range(length)
         ]
@@ -77,28 +77,28 @@ def test_cuts_that_cover_a_tensor_once_are_told_from_others() -> None:
     rng = random.Random(2)
     for _ in range(CASES):
         (one,) = some_cuts(rng, 1)
-        if cuts.count(one):
+        if cuts.element_count(one):
             rest = cuts.without(cuts.whole(one.shape), one)
-            assert cuts.misfit(one.shape, [one, *rest]) is None
-            assert cuts.misfit(one.shape, [one, *rest, one]) == "has cuts that overlap"
+            assert cuts.coverage_problem(one.shape, [one, *rest]) is None
+            assert cuts.coverage_problem(one.shape, [one, *rest, one]) == "has cuts that overlap"
             if rest:
-                assert "elements" in str(cuts.misfit(one.shape, [one, *rest[1:]]))
+                assert "elements" in str(cuts.coverage_problem(one.shape, [one, *rest[1:]]))
 
 
 def test_plain_cuts_hold_the_same_and_unsound_ones_are_told() -> None:
     rng = random.Random(3)
     for _ in range(CASES):
         (one,) = some_cuts(rng, 1)
-        assert cuts.invalid(one) is None
-        assert np.array_equal(elements(cuts.plain(one)), elements(one))
-    assert cuts.plain(Cut((4,), (((0, 1), (1, 1), (1, 4)),))) is cuts.whole((4,))
-    assert cuts.invalid(Cut((4,), (((0, 2), (1, 3)),))) == "has runs of dimension 0 that overlap"
-    assert cuts.invalid(Cut((4, 4), (((0, 4),), ((-1, 2),)))) == "has runs outside the 4 indices of dimension 1"
+        assert cuts.problem_of(one) is None
+        assert np.array_equal(elements(cuts.normalised_cut(one)), elements(one))
+    assert cuts.normalised_cut(Cut((4,), (((0, 1), (1, 1), (1, 4)),))) is cuts.whole((4,))
+    assert cuts.problem_of(Cut((4,), (((0, 2), (1, 3)),))) == "has runs of dimension 0 that overlap"
+    assert cuts.problem_of(Cut((4, 4), (((0, 4),), ((-1, 2),)))) == "has runs outside the 4 indices of dimension 1"
 
 
 def test_a_large_weight_takes_little_memory_at_a_time() -> None:
     """Each of the million rows of a weight is a run of its own."""
     column = Cut.along((1 << 20, 2), 1, [(0, 1)])
-    sizes = [len(at) for at, _, _ in cuts.common(column, cuts.whole(column.shape), 0, cuts.count(column))]
+    sizes = [len(at) for at, _, _ in cuts.common_runs(column, cuts.whole(column.shape), 0, cuts.element_count(column))]
     assert sum(sizes) == 1 << 20
     assert max(sizes) <= 1 << 16

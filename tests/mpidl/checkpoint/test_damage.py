@@ -17,7 +17,7 @@ import torch
 
 import mpidl
 from mpidl.checkpoint import index, load, newest, save, verify
-from mpidl.checkpoint.reading import Reader
+from mpidl.checkpoint.reading import CheckpointReader
 from mpidl.models.gpt2 import GPT2
 from tests.mpidl.checkpoint.training import SETTINGS, Run
 from tests.mpidl.small_models import MODELS, SMALL_GPT2, fresh
@@ -200,14 +200,14 @@ def test_a_file_that_fails_while_it_is_read_into_memory_is_named_and_so_is_what_
     damaged_run: tuple[Run, DamagedCheckpoint], monkeypatch
 ) -> None:
     run, damaged = damaged_run
-    fill = Reader.fill
+    fill = CheckpointReader.fill
 
-    def fails(reader: Reader, *arguments: Any) -> None:
+    def fails(reader: CheckpointReader, *arguments: Any) -> None:
         if run.comm.rank == 0:
             raise OSError(5, "Input/output error", "here")
         fill(reader, *arguments)
 
-    monkeypatch.setattr(Reader, "fill", fails)
+    monkeypatch.setattr(CheckpointReader, "fill", fails)
     with pytest.raises(mpidl.CheckpointError, match=r"here: Input/output error.*; only a part is loaded: load a"):
         run.load(damaged.path)
     monkeypatch.undo()

@@ -17,7 +17,7 @@ import torch
 import mpidl
 from collectives import Communicator
 from mpidl.checkpoint import directory_lock, folder, load, newest, save, tensorfile, verify, wait, writing
-from mpidl.checkpoint.collect import Piece
+from mpidl.checkpoint.collect import PieceToWrite
 from mpidl.job.ending import TEMP_PATHS
 from tests.mpidl.checkpoint.folders import names
 from tests.mpidl.checkpoint.training import Run
@@ -82,14 +82,14 @@ def test_a_disk_that_fills_up_is_told_to_all_and_the_former_one_stays(
 @pytest.mark.limit(60)
 def test_a_rank_that_cannot_copy_for_the_background_is_an_error_on_every_rank(comm, shared: Path, monkeypatch) -> None:
     model = torch.nn.Linear(3, 2)
-    plain = Piece.copy
+    plain = PieceToWrite.copy
 
-    def copy(self: Piece) -> Piece:
+    def copy(self: PieceToWrite) -> PieceToWrite:
         if comm.rank == comm.size - 1:
             raise MemoryError("not enough memory")
         return plain(self)
 
-    monkeypatch.setattr(Piece, "copy", copy)
+    monkeypatch.setattr(PieceToWrite, "copy", copy)
     with pytest.raises(mpidl.CheckpointError) as raised:
         save(shared, model, step=1, background=True, process_group=comm)
     told = mpidl.all_gather_object(comm, str(raised.value))

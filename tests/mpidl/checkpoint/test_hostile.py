@@ -239,7 +239,7 @@ def test_any_error_of_one_rank_is_one_of_all(hostile: tuple[Run, Path], monkeypa
 
     with monkeypatch.context() as patched:
         if run.comm.rank == run.comm.size - 1:
-            patched.setattr(reading.Reader, "check", fails)
+            patched.setattr(reading.CheckpointReader, "check", fails)
         said = assert_refused(run, lambda: run.load(path), f"{type(error).__name__}: {error}")
         assert f"(on rank {run.comm.size - 1})" in said
         with pytest.raises(mpidl.CheckpointError) as raised:

@@ -15,7 +15,7 @@ import torch
 
 from mpidl.checkpoint import folder, index, json_encoding
 from mpidl.checkpoint.index import Index
-from mpidl.checkpoint.reading import Reader
+from mpidl.checkpoint.reading import CheckpointReader
 from mpidl.checkpoint.schema import BLOCK
 from mpidl.checkpoint.tensorfile import TensorFile, write_file
 from mpidl.errors import CheckpointError, ConfigurationError
@@ -96,7 +96,7 @@ def encoded(content: Index) -> list[Any]:
 
 def read_all(content: Index) -> None:
     """Reads what loading could read."""
-    with Reader(content) as reader:
+    with CheckpointReader(content) as reader:
         for value in encoded(content):
             json_encoding.decode(value, reader.tensor)
         for name in content.tensors:

@@ -16,16 +16,16 @@ import time
 import pytest
 
 from mpidl.launch.job import Job
-from mpidl.launch.streams import Stream
+from mpidl.launch.streams import OutputStream
 
 PARTS = (
     "import sys, time; sys.stdout.write('a\\n0%\\r'); sys.stdout.flush(); time.sleep(0.2); sys.stdout.write('9%\\nend')"
 )
 
 
-def started(command: list[str], target: int) -> tuple[subprocess.Popen[bytes], Stream]:
+def started(command: list[str], target: int) -> tuple[subprocess.Popen[bytes], OutputStream]:
     """A process that writes to `target`."""
-    stream = Stream(target)
+    stream = OutputStream(target)
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stream.write_end)
     stream.begin()
     return process, stream

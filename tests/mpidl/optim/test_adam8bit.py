@@ -18,7 +18,7 @@ from mpidl.memory import estimate
 from mpidl.memory.counted import model_state_bytes
 from mpidl.models.gpt2 import GPT2, GPT2Config
 from mpidl.optim import Adam8bit, AdamW8bit
-from mpidl.optim.blockwise import BLOCK, blocks, book, decode, encode
+from mpidl.optim.blockwise import BLOCK, blocks, code_book, decode, encode
 from tests.mpidl.small_models import fresh
 from tests.mpidl.zero.ways import WAYS, zero
 
@@ -36,7 +36,7 @@ def make_model() -> nn.Module:
 
 def distances(quotients: np.ndarray, signed: bool) -> np.ndarray:
     """Distances to every value of the book: that of 0 is infinite to numbers above it, if all are non-negative."""
-    found = np.abs(quotients[..., None] - book(signed, CPU).values.double().numpy())
+    found = np.abs(quotients[..., None] - code_book(signed, CPU).values.double().numpy())
     if not signed:
         found[..., 0][quotients > 0] = np.inf
     return found
@@ -44,7 +44,7 @@ def distances(quotients: np.ndarray, signed: bool) -> np.ndarray:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_are_the_nearest_of_the_book(signed: bool) -> None:
-    values = book(signed, CPU).values.double().numpy()
+    values = code_book(signed, CPU).values.double().numpy()
     assert len(set(values)) == 256
     assert values.max() == 1
     assert values[values > 0].min() == pytest.approx(0.55e-6 if signed else 0.325e-6)
@@ -94,7 +94,7 @@ def test_what_was_decoded_is_encoded_to_the_same_bits(signed: bool) -> None:
 
 def through_8_bits(values: np.ndarray, signed: bool) -> np.ndarray:
     """Rounds as the paper does, but v above 0 never to 0, in float64, by a search of the whole book."""
-    known = book(signed, CPU).values.double().numpy()
+    known = code_book(signed, CPU).values.double().numpy()
     padded = np.zeros(blocks(values.size) * BLOCK)
     padded[: values.size] = values.reshape(-1)
     rows = padded.reshape(-1, BLOCK)

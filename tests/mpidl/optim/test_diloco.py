@@ -190,12 +190,12 @@ def test_what_is_sent_and_what_is_left_is_the_sum_of_all(comm, compress: str, si
         found += result
         total += own
     comm.all_reduce(total, "avg")
-    (owed,) = mean.errors()
+    (owed,) = mean.mean_remainders()
     torch.testing.assert_close(found + owed, total, rtol=0, atol=2e-6)  # of fp32
     # On another rank's place, and any number of ranks, the sum of errors is the same.
     again = RankMean(comm, None, [size], compress)
-    again.load_errors([owed])
-    torch.testing.assert_close(again.errors()[0], owed, rtol=1e-6, atol=1e-9)
+    again.load_remainders([owed])
+    torch.testing.assert_close(again.mean_remainders()[0], owed, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("compress", ["bf16", "int8"])
