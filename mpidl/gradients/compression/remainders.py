@@ -26,6 +26,7 @@ from collectives import Communicator
 from .bucket_section import BucketSection
 
 Made = TypeVar("Made")
+_CHUNK = 1 << 15  # elements that are summed at a time, in double precision
 _UNEVEN = 1.5  # times the mean of the ranks' parts that the largest may have, for them to be runs of elements
 
 
@@ -45,8 +46,11 @@ def of_means(
     whole = values.new_zeros(len(values), section.layout.elements)
     for at, start, stop in section.layout.parts():
         whole[:, start:stop] = values[:, at : at + stop - start]
-    comm.all_reduce(whole)
-    whole /= comm.size
+    # In double precision, so that the mean of equal values is that value, also over three ranks.
+    for chunk in whole.view(-1).split(_CHUNK):
+        wide = chunk.double()
+        comm.all_reduce(wide)
+        chunk.copy_(wide.div_(comm.size))
     return {p: make(p, rows) for p, rows in zip(section.parameters, section.views(whole), strict=True)}
 
 

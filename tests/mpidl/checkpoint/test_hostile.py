@@ -145,7 +145,7 @@ def test_a_claim_of_large_files_is_looked_at_before_memory_is_asked_for(hostile:
         content["files"][piece["file"]]["bytes"] = 1 << 40
 
     on_rank_0(run.comm, lambda: changed(path / index.NAME, change))
-    monkeypatch.setattr("mpidl.checkpoint.loading.plan", None)
+    monkeypatch.setattr("mpidl.checkpoint.loading.plan_reads", None)
     assert_refused(run, lambda: run.load(path), "is cut short or damaged: has")
 
 
