@@ -1,4 +1,4 @@
-"""How a module calls its linear layers, read from its source: what they get, and where their results go.
+"""Reads from a module's source how it calls its linear layers: what they get, and where their results go.
 
 `attention_structure` and `feed_forward_structure` use these readings. Both return `Recognised`: a style; a reason, as
 text, for a module that looks like one and cannot be cut; or None.
