@@ -37,11 +37,11 @@ class DeepSpeed:
     """A model trained by ZeRO of a stage, fp32, micro_steps passes a step. Collective over torch's default group.
 
     model: with equal weights on every rank; called as DeepSpeed's engine, it is the same function.
-        optimizer: one of torch, over the model's parameters, as the other engines have. DeepSpeed's own for the CPU
-            needs a compiler.
-        stage: 1, 2 or 3.
-        batch: sequences a rank a micro-step.
-        micro_steps: passes of which a step takes the sum of gradients, averaged over ranks.
+    optimizer: one of torch, over the model's parameters, as the other engines have. DeepSpeed's own for the CPU needs a
+        compiler.
+    stage: 1, 2 or 3.
+    batch: sequences a rank a micro-step.
+    micro_steps: passes of which a step takes the sum of gradients, averaged over ranks.
     """
 
     def __init__(

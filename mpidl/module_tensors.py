@@ -36,6 +36,18 @@ def _modules_in(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             pending += [child for child in current._modules.values() if child is not None]
 
 
+def modules_with_extra_state(module: torch.nn.Module, remove_duplicate: bool = True) -> dict[str, torch.nn.Module]:
+    """Finds the modules with a `get_extra_state` of their own, by the name of this state in a state_dict.
+
+    remove_duplicate: gives a module that has several names under the first alone.
+    """
+    return {
+        f"{name}._extra_state".lstrip("."): each
+        for name, each in module.named_modules(remove_duplicate=remove_duplicate)
+        if type(each).get_extra_state is not torch.nn.Module.get_extra_state
+    }
+
+
 def tensors_with_gradient(value: Any) -> Iterator[torch.Tensor]:
     """Yields the tensors of `tensors_in` through which gradients flow."""
     return (tensor for tensor in tensors_in(value) if tensor.requires_grad)

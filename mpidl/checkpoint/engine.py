@@ -29,6 +29,7 @@ from ..job.objects import all_gather_object
 from ..mesh import Mesh
 from ..mesh.groups import checked_mesh, data_group, refuse_part
 from ..mesh.placement import Cut, placement
+from ..module_tensors import modules_with_extra_state
 from ..optim.one_bit import OneBitOptimizer
 from ..optim.post_local import PostLocalSGDOptimizer
 from ..replicas.checksums import checksum, difference
@@ -103,7 +104,7 @@ class Engine:
         self._check_values()
         self.names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         self.tied = _tied(self.model)
-        self.extra_states = _extra_states(self.model)
+        self.extra_states = modules_with_extra_state(self.model)
         self._check_optimizer()
         self.join: JoinedParts
         self.parameters: list[HeldTensor] = []
@@ -415,15 +416,6 @@ def _tied(model: torch.nn.Module) -> dict[str, str]:
         first = {id(t): name for name, t in named()}
         tied |= {name: first[id(t)] for name, t in named(remove_duplicate=False) if first[id(t)] != name}
     return tied
-
-
-def _extra_states(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Finds the modules with an extra state, by its name in a state_dict."""
-    return {
-        f"{name}._extra_state".lstrip("."): module
-        for name, module in model.named_modules()
-        if type(module).get_extra_state is not torch.nn.Module.get_extra_state
-    }
 
 
 def _persistent(model: torch.nn.Module) -> set[str]:

@@ -25,6 +25,7 @@ from ...job.agreement import check_everywhere, on_rank_0
 from ...job.objects import all_gather_object, broadcast_object
 from ...mesh import whole_tensors
 from ...mesh.placement import cuts_over, join_parts, placement
+from ...module_tensors import modules_with_extra_state
 from ...optim.elementwise_state import elementwise, is_slice, mark_replicated
 from ...replicas.broadcast import broadcast_states
 from ..parameters.strategy import ParameterStrategy
@@ -55,11 +56,7 @@ class StateNames:
 
     def extra_states(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         """The modules with a `get_extra_state` of their own, by the names of these states."""
-        found = {
-            f"{name}._extra_state".lstrip("."): module
-            for name, module in model.named_modules(remove_duplicate=False)
-            if type(module).get_extra_state is not torch.nn.Module.get_extra_state
-        }
+        found = modules_with_extra_state(model, remove_duplicate=False)
         return {name: module for name, module in found.items() if name in self.names}
 
 
