@@ -1,4 +1,4 @@
-"""Makes the backends of a group, by the names that `algorithm=` accepts (`MAKERS`)."""
+"""Makes the backends of a group (`MAKERS`), by their names, which `algorithm=` accepts."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@
     run_everywhere     an action of all ranks                     on_rank_0          an action of rank 0
     is_anywhere        a flag: is it set on any rank?             agree_or_exit      of programs: one line, and exit
 
-Each is one or two small collectives, which every rank must call. What they run must communicate nothing: a rank that
-fails in it would leave the others waiting there.
+Each is one or two small collectives, which every rank must call. What they run must communicate nothing that a rank
+could leave out by failing: the others would wait there.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@
     process        what the system says of the whole process
 
 To add a term of the estimate: a field of `estimate.Estimate` with its formula in `estimate.estimate`, and the same
-category of `counted.Measurement`, with which tests compare it. CONTRIBUTING.md has the steps and the tests.
+category of `counted.Measurement`, with which tests compare it. Units that are whole are the exception: they are
+`buckets` of the estimate, but `parameters` of the measurement. CONTRIBUTING.md has the steps and the tests.
 """
 
 from .activations import SavedActivations, activation_bytes, measure_activations, slot_bytes

@@ -60,7 +60,7 @@ class TensorParallel:
         activations again; None where they are whole.
     region_length: the same for the region that began last.
     regions: their names.
-    part: what this rank computes of the region that runs.
+    local_part: what this rank computes of the region that runs.
     gathered: the input of that region, while it is gathered from pieces.
     changes: what undoes the cuts, in order; of layers that a model is written with, none.
     summed: parameters whose gradients are summed over the ranks.

@@ -1,8 +1,8 @@
 """The interface of a compressor: it reduces a section of gradients over some ranks, with fewer bytes than it has.
 
-    values    one rank's section, fp32:  its gradients, plus what earlier steps have not sent
-    result    the mean of the section, the same bits on every rank that needs it
-    remainder values - what the mean has of this rank; error feedback adds it to the next step's gradients
+    values      one rank's section, fp32: its gradients, plus what earlier steps have not sent
+    result      the mean of the section, the same bits on every rank that needs it
+    remainder   values minus what the mean has of this rank; error feedback adds it to the next step's gradients
 
 For every section, up to rounding in fp32:
 

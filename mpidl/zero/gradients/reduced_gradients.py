@@ -3,8 +3,8 @@
     zero_grad     pass, pass, ...           read, clipped, stepped on               zero_grad
     no shard      the shard adds up         `shard`, or with `sums_whole` `whole`   no shard
 
-Who runs what: the thread of the program or of the backward pass. Nothing here starts an operation between the ranks;
-what is in flight of a pass that an exception has cut short is waited for first.
+Who runs what: the thread of the program or of the backward pass. Nothing here starts a reduction; what is in flight of
+a pass that an exception has cut short is waited for first, where a strategy may start rounds.
 """
 
 from __future__ import annotations

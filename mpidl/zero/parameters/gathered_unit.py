@@ -186,8 +186,7 @@ class GatheredUnit:
     def backward_done(self) -> bool:
         """Tells if this backward pass reads no weight of the unit any more.
 
-        It does not once all trained parameters have their gradients; it may read frozen ones until the gradients of the
-        inputs are there.
+        So it is once all trained parameters have their gradients, and, of frozen ones, the inputs have theirs.
         """
         return len(self.arrived) == self.trained and not (self.frozen and self.open_calls)
 

@@ -7,24 +7,26 @@
 
 The optimizer's parts call a strategy only by the methods of `ParameterStrategy`. In the order of a step:
 
-    construction   the strategy cuts `shards`; values are filled into them; publish(), start()
+    construction   the strategy cuts `shards`; publish(), if values were filled into them afterwards; start()
     forward        the strategy's own hooks and tensor subclasses
     backward       by phase (`gradients.backward`), in the thread of the pass:
         begun      with `step_in_backward` step_problem() and wait_for_gathers()
         reached    on_gradient for each parameter; wait_for_reduction(work) of the oldest reduction, where a bucket
                    needs a buffer and none is free
         filled     end_backward()
-        reduced    wait_for_reduction(work) of each reduction that is left, and of the agreement; then drain()
+        reduced    wait_for_reduction(work) of each reduction that is left, and of the agreement; with
+                   `step_in_backward` release() and publish(), as the pass steps; then drain()
     step()         step_problem(), then release(), the optimizer's step on `shards`, publish()
 
-All ranks call publish, release, drain and gathered, in the same order, also where a strategy sends no message in them
-("-"). Each rank calls the other methods for itself. The messages of these four:
+All ranks call publish, release, drain, gathered and unfreeze, in the same order, also where a strategy sends no message
+in them ("-"). Each rank calls the other methods for itself. The messages of these five:
 
     method      `ReplicatedParameters`   `NodeSharedParameters`   `ShardedParameters`
     publish     all-gathers, started     a barrier                gathers, if a `gathered` block is open or n >= 2
     release     -                        -                        rounds
     drain       -                        -                        rounds
-    gathered    -                        a barrier                rounds
+    gathered    -                        two barriers if writable rounds
+    unfreeze    an allocation            -                        -
 
 n is `prefetch`. `ReplicatedParameters.release` waits for the all-gathers that its `publish` has started. All-gathers
 and rounds run in progress threads, all else in the thread that calls the method. No call deadlocks: what gathers units
@@ -86,7 +88,8 @@ class ParameterStrategy(Protocol):
         """Returns when this rank reads no parameter that the step changes.
 
         All ranks call it; it sends messages only with `ShardedParameters`. Called before a step, and before other uses
-        of the shards: norms, states, checkpoints. Raises TrainingError for `step_problem`, unless inside_gathered.
+        of the shards: norms, states, checkpoints. `ShardedParameters` raises TrainingError for its `step_problem`,
+        unless inside_gathered.
         """
 
     @abstractmethod

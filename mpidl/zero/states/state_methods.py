@@ -1,7 +1,7 @@
 """The methods of ZeroOptimizer about states, as functions of its parts: whole ones, and what this rank owns of them.
 
-Each waits first for what is under way (a delayed update, gathers), and then calls `whole_states`, `owned_state` or
-`owned_weights`.
+They call `whole_states`, `owned_state` or `owned_weights`, and wait first for what these need: for a delayed update
+before states and weights are read or replaced, for gathers before whole parameters are read.
 """
 
 from __future__ import annotations

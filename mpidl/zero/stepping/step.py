@@ -13,8 +13,9 @@
     collective    publish(): every rank sees the new parameters, at once or before it next reads one; left out where the
                   inner optimizer has updated them whole on every rank (OneBitAdam)
 
-The inner optimizer communicates where it needs whole parameters (Muon) or their norms (LARS, LAMB), and where an
-offloaded update was delayed, on whose success the ranks agree.
+The inner optimizer communicates where it needs whole parameters (Muon) or their norms (LARS, LAMB), with `offload`,
+where the ranks agree that the step has succeeded, and in 1-bit optimizers. All other errors of its step are this rank's
+alone: they end the job, or, if the program catches one, the others wait until their watchdogs end it.
 
 All of it runs in the thread that calls `step()`. A reason on one rank is an error on all, before anything is changed.
 With `step_in_backward` the pass has made the step (`backward_steps`); `step()` ends it, and broadcasts the buffers.
