@@ -129,8 +129,8 @@ LAYERS = {
         "its offload": "zero.offload",
         "its states": "zero.states",
         "its parts": "zero.optimizer_parts",
-        "over its parts": "zero.gradients.clip_and_unscale zero.stepping.step zero.states.state_methods",
-        "what builds it": "zero.construction",
+        "what builds them": "zero.construction",
+        "what uses them": "zero.methods",
         "ZeRO": "zero",
         "over every engine": "training activations memory checkpoint",
         "programs": "checkpoint.__main__ cli doctor launch memory.__main__ resuming",
@@ -192,12 +192,20 @@ def circles(imports: dict[str, set[str]]) -> list[str]:
 
 
 def between_folders(imports: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The imports from folder to folder of a package. A program in a folder, `__main__`, belongs to none."""
-    found: dict[str, set[str]] = {module.split(".")[0]: set() for module in imports}
+    """The imports from folder to folder that lie beside each other, at any depth of a package.
+
+    A module beside a folder counts as one. A program in a folder, `__main__`, belongs to none.
+    """
+    found: dict[str, set[str]] = {}
     for module, others in imports.items():
-        if not module.endswith("__main__"):
-            folder = module.split(".")[0]
-            found[folder] |= {other.split(".")[0] for other in others} - {folder}
+        for other in others if not module.endswith("__main__") else ():
+            mine, theirs = module.split("."), other.split(".")
+            pairs = zip(mine, theirs, strict=False)
+            shared = next((depth for depth, (a, b) in enumerate(pairs) if a != b), None)
+            if shared is not None:
+                here, there = ".".join(mine[: shared + 1]), ".".join(theirs[: shared + 1])
+                found.setdefault(here, set()).add(there)
+                found.setdefault(there, set())
     return found
 
 
@@ -259,6 +267,13 @@ def test_circles_and_imports_of_higher_layers_are_found() -> None:
     assert not circles(imports_within("collectives", sources))
     between = between_folders(imports_within("collectives", sources))
     assert sorted(circles(between)) == ["backends -> base", "base -> backends"]
+    deep = {
+        "ways.of.one": {"ways.for.two"},
+        "ways.for.two": set(),
+        "ways.for.three": {"ways.of.four"},
+        "ways.of.four": set(),
+    }
+    assert sorted(circles(between_folders(deep))) == ["ways.for -> ways.of", "ways.of -> ways.for"]
 
 
 PUBLIC = (

@@ -32,21 +32,19 @@ from ..optimizer_trial import without_parameters
 from .construction import arguments
 from .construction.build import build
 from .construction.initial_values import Weights
-from .construction.loading import load_safetensors
 from .construction.module_values import InitFn
 from .construction.options import ZeroOptions
-from .construction.unfreeze import add_group
-from .construction.unwrapping import unwrap
 from .copy_guard import refuse_copy
-from .gradients import clip_and_unscale
 from .gradients.zero_grad import install_zero_grad
+from .methods import clip_and_unscale, states, step
+from .methods.loading import load_safetensors
+from .methods.unfreeze import add_group
+from .methods.unwrapping import unwrap
 from .offload import Offload
 from .optimizer_parts import Parts
 from .parameters.units import UnitRule
-from .states import state_methods as states
 from .states.owned_state import OwnedState
 from .states.owned_weights import OwnedWeights
-from .stepping import step
 from .stepping.precision import Precision
 from .traffic import ZeroTraffic
 

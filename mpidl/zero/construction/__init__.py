@@ -1,13 +1,10 @@
-"""Builds a ZeroOptimizer, and takes it off the model again.
+"""Builds the parts of a ZeroOptimizer.
 
     `options`         the arguments of ZeroOptimizer
     `arguments`       the checks before training: of each argument on its own rank, by functions that raise;
                       `one_bit_checks`: those of 1-bit optimizers
     `build`           runs these checks in `_check`, where all ranks agree on the result before the model changes;
                       then makes the parts of the optimizer, in their order
-    `unfreeze`        adds parameters that were frozen
-    `unwrapping`      makes the sharded model a plain one again
-    `loading`         loads weights from files into a model that trains
 
 The rest is for models larger than a rank's memory, built without values, which then go straight into the shards:
 

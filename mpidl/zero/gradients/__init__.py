@@ -8,7 +8,6 @@ stepper            interface of what steps within the backward pass (`stepping.b
 reduced_gradients  gradients between passes: this rank's shards, what was reached, and how they are forgotten
 grad_attribute     sets the parameters' `.grad`, and takes in what the program does to it
 sharded_gradient   the tensor class in `.grad`: reads this rank's shard
-clip_and_unscale   clips, unscales, searches for NaN and clears, between backward and step
 zero_grad          `model.zero_grad()`, which clears the shards too
 same_gradients     compares gradients that must be equal over tp, as a step begins
 """

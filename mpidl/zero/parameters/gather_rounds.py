@@ -6,8 +6,8 @@
 A round is one operation in the progress thread of a Communicator that has no other use: an all-gather of messages, then
 an all-gather of each unit that is wanted, in the order of their numbers. All ranks see the same messages, so they run
 the same operations, and need not compute the same units, nor in the same order: a rank that needs nothing takes part
-with the unit that it will need next, or with none. Usually all ranks want the same unit, one or a few ahead of the unit that
-computes.
+with the unit that it will need next, or with none. Usually all ranks want the same unit, one or a few ahead of the unit
+that computes.
 
 A rank may have started rounds to which the others have not come yet. So at the end of a pass every rank starts rounds
 until all ranks say, in one round, that they are done. When the optimizer is freed, every rank does the same until all

@@ -186,7 +186,7 @@ class GatheredUnit:
     def backward_done(self) -> bool:
         """Tells if this backward pass reads no weight of the unit any more.
 
-        So it is once all trained parameters have their gradients, and, of frozen ones, the inputs have theirs.
+        Once all trained parameters have their gradients; where it has frozen ones, once its inputs have theirs too.
         """
         return len(self.arrived) == self.trained and not (self.frozen and self.open_calls)
 

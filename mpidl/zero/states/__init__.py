@@ -1,6 +1,7 @@
 """States of the model and the optimizer: whole on rank 0 for the program, in slices for checkpoints and averages.
 
-    state_methods      the methods of ZeroOptimizer about states, all of which begin here
+`methods.states` calls it, after what is under way has ended.
+
     whole_states       gathers whole states from the shards on rank 0, and scatters them back; plain formats
     owned_state        this rank's slices of parameters and gradients, which a checkpoint writes and fills
     owned_weights      this rank's slices of the weights, of which EMA keeps averages

@@ -1,6 +1,7 @@
 """The step: the inner optimizer on slices, on whole parameters, or within the backward pass; masters in fp32.
 
-step                    what `ZeroOptimizer.step` does, in order; read it first
+`methods.step` calls it, in the order of a step.
+
 inner                   the interface of inner optimizers, and the one that steps on slices (AdamW)
 whole_steps             steps on whole parameters, each on one rank (Muon)
 parameter_distribution  which elements of a parameter each rank of dp x tp has, for whole_steps

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import mpidl
-from tests.mpidl.zero.gradients.test_clipping import follow_clipped
+from tests.mpidl.zero.methods.test_clipping import follow_clipped
 from tests.mpidl.zero.reference import Several, engine, plainly
 from tests.mpidl.zero.ways import every_part, every_way
 

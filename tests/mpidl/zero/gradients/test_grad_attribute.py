@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 import mpidl
 from collectives import Communicator, MismatchError
 from mpidl.memory import measure
-from tests.mpidl.zero.gradients.test_clipping import MAX
+from tests.mpidl.zero.methods.test_clipping import MAX
 from tests.mpidl.zero.reference import Plain, Several, check, data, engine, made, plainly
 from tests.mpidl.zero.ways import every_part, every_way
 

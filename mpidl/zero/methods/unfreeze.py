@@ -11,11 +11,11 @@ from ...errors import ConfigurationError
 from ...gradients.compression.refusals import refuse_complex
 from ...job.agreement import check_everywhere
 from ...replicas.start_check import check_settings_agree
+from ..construction.arguments import parameters_of, refuse_trained_placements
+from ..construction.build import slice_shards
 from ..optimizer_parts import Parts
-from ..states.state_methods import flush
 from ..stepping.optimizer_class import try_group
-from .arguments import parameters_of, refuse_trained_placements
-from .build import slice_shards
+from .states import flush
 
 
 def add_group(parts: Parts, param_group: dict[str, Any]) -> dict[str, Any]:

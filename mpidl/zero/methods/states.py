@@ -17,11 +17,11 @@ from collectives import Communicator
 
 from ...errors import ConfigurationError, TrainingError
 from ...job.agreement import on_rank_0, refuse_everywhere
-from ..gradients.clip_and_unscale import refuse_consumed
 from ..optimizer_parts import Parts
-from . import whole_states as state
-from .owned_state import OwnedState
-from .owned_weights import OwnedWeights
+from ..states import whole_states as state
+from ..states.owned_state import OwnedState
+from ..states.owned_weights import OwnedWeights
+from .clip_and_unscale import refuse_consumed
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ from ...partial_steps import STEP_INSIDE
 from ...replicas.broadcast import broadcast_states
 from ...replicas.start_check import check_settings_agree
 from ..optimizer_parts import Parts
-from .step_settings import fingerprint, same_fingerprints, settings_of
+from ..stepping.step_settings import fingerprint, same_fingerprints, settings_of
 
 _CLIPPING = "clipping since the last step"  # changes of `.grad`, compared over the ranks that average
 

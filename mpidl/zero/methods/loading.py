@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...job.agreement import check_everywhere, refuse_everywhere
+from ..construction.initial_values import targets_of
 from ..optimizer_parts import Parts
-from ..states.state_methods import flush, gathered
-from .initial_values import targets_of
+from .states import flush, gathered
 
 if TYPE_CHECKING:
     from ...model_files import Rename
@@ -19,7 +19,7 @@ def load_safetensors(
     parts: Parts, path: str | Path, rename: Rename | None, missing: Callable[[str], bool] | None
 ) -> None:
     """Fills this rank's slices of the model's weights from files. Collective."""
-    from .file_values import WeightFiles  # which few programs need
+    from ..construction.file_values import WeightFiles  # which few programs need
 
     flush(parts)
     names = parts.names.tensors(parts.model)

@@ -13,14 +13,14 @@ import torch
 from ...gradients.nonfinite import NonfiniteWatch
 from ...job.agreement import refuse_everywhere
 from ..copy_guard import allow_copies
-from ..gradients import clip_and_unscale
 from ..gradients.zero_grad import restore_zero_grad
 from ..optimizer_parts import Parts
 from ..parameter_shard import ParameterShard
 from ..parameters.read_hook import unwatch
 from ..shard_group import ShardGroup
 from ..slices import Slice
-from ..states.state_methods import flush
+from . import clip_and_unscale
+from .states import flush
 
 
 def unwrap(parts: Parts, nonfinite: NonfiniteWatch | None) -> torch.nn.Module:
