@@ -12,7 +12,7 @@
 # PYTHON    the interpreter to make the environment with
 # NP        ranks of run and bench (4)        NPROCS    rank counts of test ("1 2 3 4")
 # FULL=1    test: every case, on 2 ranks and one other number of them, which takes four times as long; FULL=all: on all
-# PROCESSES  that share out the tests that need no mpirun (3)
+# PROCESSES  that share out the tests that need no mpirun (3; with MPI=impi 1)
 # ARGS      options of the example, of a benchmark or of pytest
 # CUPY      test-gpu, bench-gpu: cuda12 or cuda13, the CUDA that cupy is for
 # PIP_ARGS  options of pip, such as an index with CPU builds of torch

@@ -61,7 +61,9 @@ def positive(text: str) -> int:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options; wrong ones end the program with status 2 and one line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--engines", default="single,ddp,zero1,zero2,zero3,all-reduce,torch-ddp,fsdp2", help="which")
     parser.add_argument("--steps", type=positive, default=8, help="counted steps of each job (8)")
     parser.add_argument("--warmup", type=positive, default=2, help="steps before them (2)")

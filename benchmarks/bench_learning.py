@@ -56,7 +56,7 @@ DILOCO = re.compile(r"diloco:([1-9]\d*)")
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the options."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--data", default="stdlib", help="the path of a text, or a name of examples/gpt2_zero3.py")
     parser.add_argument("--methods", type=names_of, default="fp32,int8", help="separated by commas, or by semicolons")
     parser.add_argument("--seeds", type=int, default=1, help="how many runs a method has")

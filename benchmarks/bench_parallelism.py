@@ -170,7 +170,9 @@ SHOWN = {
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options; wrong ones end the program with status 2 and one line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     add = parser.add_argument
     add("--show", type=_names(tuple(SHOWN)), default="shapes", help="what, by commas (shapes)")
     add("--ranks", type=_number, default=2, help="of each job, and threads of `threads` (2)")

@@ -116,7 +116,7 @@ def show(ranks: int, found: dict[str, dict[str, list[float]]]) -> None:
 
 def main() -> None:
     """Measures and prints; or, with --program, is a rank's program."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="ranks of a job; several are measured")
     parser.add_argument("--launches", type=int, default=5, help="of each program")
     parser.add_argument("--json", type=Path, help="a file for the seconds of every launch")

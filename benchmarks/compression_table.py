@@ -103,7 +103,9 @@ def compressor(text: str) -> str:
 
 def main() -> None:
     """Reads the arguments and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--time", nargs="+", metavar="METHOD", type=compressor, help="time the arithmetic of these")
     parser.add_argument("--repeats", type=at_least(1), default=7)
     options = parser.parse_args()

@@ -40,7 +40,7 @@ def counted(model: GPT2, tokens: torch.Tensor, every: int, make: Make) -> tuple[
 def main() -> None:
     """Prints a table."""
     comm = mpidl.init()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", default="27m", help="size")
     parser.add_argument("--batch", type=int, default=4, help="sequences")
     parser.add_argument("--sequence", type=int, default=128, help="tokens of each")

@@ -136,7 +136,9 @@ def draw(training: Rows, collectives: Rows, path: Path) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Reads, draws; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("training", type=Path, help="what bench_training.py --json wrote")
     parser.add_argument("collectives", type=Path, help="what collectives.bench --json wrote")
     parser.add_argument("--out", type=Path, required=True, help="the picture: .svg, .png")

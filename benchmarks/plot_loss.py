@@ -15,7 +15,7 @@ import numpy as np
 
 def main() -> None:
     """Reads, draws, writes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, help="files that the example wrote with --json")
     parser.add_argument("--out", type=Path, required=True, help="the picture (PNG)")
     parser.add_argument("--average", type=int, default=25, help="steps of the running mean")

@@ -45,8 +45,8 @@ For training programs:
 
 Helpers of the above: errors; weight_files (safetensors files of a path); model_files (those that fit a model);
 module_tensors (finds a module's tensors, fills those on the meta device); scratch_file (a file without a name, for
-offload); regular_files (opens no pipe or device instead of a file); digest (8 bytes of a text); lazy_names (imports a
-module at its first use); standalone (commands that must not initialise MPI); version.
+offload and activations); regular_files (opens no pipe or device instead of a file); digest (8 bytes of a text);
+lazy_names (imports a module at its first use); standalone (commands that must not initialise MPI); version.
 
 docs/architecture.md follows a gradient through each engine, and lists threads and collectives.
 """

@@ -65,8 +65,9 @@ class Backend:
     order of issue; it can be made again and again on the same arrays, and does not keep them alive. What does not
     depend on the other ranks is worked out before. A backend serves the operations that it defines.
 
-    name: what `algorithm=` calls it. title: its name in errors. shares_memory: whether it needs memory that the ranks
-    of a node share, and gains from arrays in symmetric memory.
+    name: what `algorithm=` calls it.
+    title: its name in errors.
+    shares_memory: whether it needs memory that the ranks of a node share, and gains from arrays in symmetric memory.
     """
 
     name: str

@@ -4,8 +4,8 @@ A group takes, for each operation, the first of these that covers its MPI librar
 or the ranks of each node, "3+1", where these differ):
 
     tuned        the file that `python -m collectives.tune` wrote
-    calibrated   the file of an earlier calibration; without one, and without a default, the group calibrates now
     default      what was measured for this MPI library, on one node
+    calibrated   where neither covers the group: the file of an earlier calibration, else the group calibrates now
     fallback     for any library, by the memory that the ranks share; what is left where calibration is turned off
 
 The bytes are those of the operation's larger buffer, whose size every rank knows.

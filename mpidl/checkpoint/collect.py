@@ -29,17 +29,18 @@ from typing import Any, cast
 
 import torch
 
+from ..digest import digest
 from ..errors import ConfigurationError
 from ..mesh.placement import Cut
 from ..models.published import published_files
 from ..optim.elementwise_state import elementwise, is_slice, saved_state
-from ..replicas.checksums import checksum as replicas_checksum
+from ..replicas.checksums import checksum
 from . import compression_state, cuts, json_encoding, random_states
 from .engine import Engine
 from .held_tensor import HeldTensor, Share
 from .joining import JoinedParts
 from .schema import SLICES
-from .tensorfile import checksum, code_of
+from .tensorfile import code_of
 
 # How the update is computed, not what it computes: the loading run chooses for its own device.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
@@ -221,7 +222,7 @@ def collect(
             add(f"gradient/{held.name}", held, gradients[held.name], alone)
     if compressed is not None:
         about["compression"] = compression_state.describe(engine, compressed, means, add_share, part_tensors)
-        copied |= {name: digest for mean in means.values() for name, digest in mean.compared.items()}
+        copied |= {name: known for mean in means.values() for name, known in mean.compared.items()}
     for name in _STATEFUL:
         if stateful.get(name) is not None:
             about[name] = json_encoding.encode(state_of(name, stateful[name]), name, first)
@@ -248,7 +249,7 @@ def _whole_piece(name: str, values: torch.Tensor) -> PieceToWrite:
 
 
 def common_states(found: Collected, writes_states: bool, buffers: bool) -> dict[str, str]:
-    """Returns checksums of what only one of joined parts writes, and which so has to be the same in all that have it.
+    """Returns digests of what only one of joined parts writes, and which so has to be the same in all that have it.
 
     writes_states: this rank is the first of its part, whose tensors and extra states are kept.
     buffers: compare them too.
@@ -258,23 +259,27 @@ def common_states(found: Collected, writes_states: bool, buffers: bool) -> dict[
         sums |= {f"tensor {name}": _sum(values) for name, values in found.first.items()}
         for name, (state, inside) in found.extra_states.items():
             tensors = [_sum(values) for values in inside.values()]
-            sums[f"extra state {name}"] = checksum(json.dumps([state, tensors], sort_keys=True).encode())
+            sums[f"extra state {name}"] = _digest_of_json([state, tensors])
     if buffers:
         sums |= {f"buffer {name.replace('model/', '', 1)}": _sum(values) for name, values in found.buffers.items()}
     return sums
 
 
 def _sum(values: torch.Tensor) -> str:
-    return replicas_checksum(values).hex()
+    return checksum(values).hex()
+
+
+def _digest_of_json(value: Any) -> str:
+    return digest(json.dumps(value, sort_keys=True)).hex()
 
 
 def _sums_of_json(about: Mapping[str, Any]) -> dict[str, str]:
-    """Returns checksums of the states that stand in the index."""
+    """Returns digests of the states that stand in the index."""
     found = {name: about.get(name) for name in (*_STATEFUL, "averager")}
     found["compression"] = compression_state.values_that_must_agree(about)
     optimizer = about.get("optimizer", {"class": None, "groups": ()})
     found |= {"optimizer": [optimizer["class"], [group["settings"] for group in optimizer["groups"]]]}
-    return {name: checksum(json.dumps(value, sort_keys=True).encode()) for name, value in found.items()}
+    return {name: _digest_of_json(value) for name, value in found.items()}
 
 
 def join_descriptions(of: JoinedParts, abouts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

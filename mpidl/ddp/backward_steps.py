@@ -63,8 +63,10 @@ class _BufferedBucket:
 class BackwardSteps:
     """Reduces buckets in rotating buffers and steps on their parameters.
 
-    names: of the module's parameters. reduce(bucket, number): begins a bucket's reduction. complete(bucket, handle):
-    waits for it. is_unreduced(p): whether a pass under no_sync gave the parameter something that none has reduced.
+    names: of the module's parameters.
+    reduce(bucket, number): begins a bucket's reduction.
+    complete(bucket, handle): waits for it.
+    is_unreduced(p): whether a pass under no_sync gave the parameter something that none has reduced.
     """
 
     def __init__(

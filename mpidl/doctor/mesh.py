@@ -36,8 +36,8 @@ def sizes(text: str) -> dict[str, int]:
 
 def picture(layout: Layout, hosts: Sequence[str]) -> list[str]:
     """The lines above. hosts: the name of each rank's node."""
-    axes = [axis for axis, size in layout.sizes.items() if size > 1 and (axis in AXES or layout.ep > 1)]
-    shown = ", ".join(f"{axis}={size}" for axis, size in layout.sizes.items() if axis in AXES or layout.ep > 1)
+    axes = [axis for axis in layout.shown_axes if layout.sizes[axis] > 1]
+    shown = ", ".join(f"{axis}={layout.sizes[axis]}" for axis in layout.shown_axes)
     of_rank = f"; rank ({', '.join(axes)}):" if axes else ""
     text = [f"mesh      {shown} on {len(hosts)} rank{'s' * (len(hosts) != 1)}{of_rank}"]
     for node in dict.fromkeys(layout.nodes):

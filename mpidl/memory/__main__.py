@@ -25,8 +25,9 @@ from ..errors import ConfigurationError, UsageError
 from ..gradients.compression import COMPRESSORS
 from ..gradients.compression.settings import OF_PARAMETERS
 from ..models import bert, gpt2, resnet
+from ..zero.offload.settings import PLACES
 from .activations import RECOMPUTE, activation_bytes, slot_bytes
-from .estimate import DTYPES, OFFLOAD, STAGES, Estimate, estimate
+from .estimate import DTYPES, STAGES, Estimate, estimate
 
 _UNITS = {"GB": 9, "MB": 6, "KB": 3}  # powers of ten
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -87,7 +88,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--optimizer", type=_optimizer, default="adam", help="a name, or bytes of state a parameter (adam)"
     )
     parser.add_argument("--no-masters", action="store_true", help="16-bit parameters have no fp32 copies")
-    parser.add_argument("--offload", choices=OFFLOAD, help="where optimizer state and masters lie, if elsewhere")
+    parser.add_argument("--offload", choices=PLACES, help="where optimizer state and masters lie, if elsewhere")
     parser.add_argument("--step-in-backward", action="store_true", help="gradients are not kept, but pass by buckets")
     parser.add_argument(
         "--compress", metavar="METHOD", help=f"what gradients are compressed by: {', '.join(COMPRESSORS)}, ..."

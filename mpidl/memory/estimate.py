@@ -34,13 +34,13 @@ from ..optim.rank_mean import METHODS
 from ..tensor import Plan
 from ..tensor.counting import cut_on_meta
 from ..zero.gradients.buffer_pool import ROTATING
+from ..zero.offload.settings import PLACES
 from ..zero.parameters.units import cut_into_units
 from .optimizer_state import WHOLE, StateBytes, name_of, state_of
 from .process import MIB
 
 STAGES = (0, 1, 2, 3)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-OFFLOAD = ("cpu", "disk")
 
 
 @dataclass(frozen=True)
@@ -258,8 +258,8 @@ def _check(
             raise ConfigurationError(f"{name}: got {given!r}; needs one of {', '.join(DTYPES)}")
     if reduce_dtype is not None and stage == 0:
         raise ConfigurationError("reduce_dtype: got stage 0 with it; DDP reduces gradients in the parameters' dtype")
-    if offload is not False and offload not in OFFLOAD:
-        raise ConfigurationError(f"offload: got {offload!r}; needs False or one of {', '.join(OFFLOAD)}")
+    if offload is not False and offload not in PLACES:
+        raise ConfigurationError(f"offload: got {offload!r}; needs False or one of {', '.join(PLACES)}")
     for name, number in {"activations": activations, "unit": unit}.items():
         if not 0 <= number < math.inf:
             raise ConfigurationError(f"{name}: got {number!r}; needs a number of at least 0")

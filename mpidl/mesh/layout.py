@@ -80,6 +80,11 @@ class Layout:
         return {axis: getattr(self, axis) for axis in (*AXES, "edp", "ep")}
 
     @property
+    def shown_axes(self) -> tuple[str, ...]:
+        """The axes that texts name: AXES, and those of experts where there are any."""
+        return tuple(axis for axis in self.sizes if axis in AXES or self.ep > 1)
+
+    @property
     def model_axes(self) -> tuple[str, ...]:
         """Axes of MODEL_AXES that are longer than 1."""
         return tuple(axis for axis in MODEL_AXES if getattr(self, axis) > 1)

@@ -11,7 +11,7 @@ different axes do not wait for each other; within one axis every rank calls the 
 Collective are the constructor, `close` and the first `along` of each product, and over an axis the first `split_axis`
 of each division. The constructor makes the groups of all axes that are longer than 1, and of what engines work over,
 dp x cp and edp, alone and with tp, in the order of `_EAGER`. A group that is the whole world in its own order has the
-world's Communicator itself, and axes of size 1 share one of this rank, made when it is first asked for.
+world's Communicator itself, and all axes of size 1 share one of this rank alone.
 """
 
 from __future__ import annotations
@@ -161,15 +161,14 @@ class Mesh:
         return iter(self.axes)
 
     def __repr__(self) -> str:
-        shown = [axis for axis in self.axes if axis in AXES or self.layout.ep > 1]
-        sizes = ", ".join(f"{axis}={self.axes[axis]}" for axis in shown)
+        sizes = ", ".join(f"{axis}={self.axes[axis]}" for axis in self.layout.shown_axes)
         place = self._coordinates_in_words()
         return f"Mesh({sizes}; rank {self.comm.rank} of {self.comm.size}{place and ' at '}{place})"
 
     def _coordinates_in_words(self) -> str:
         """Names this rank's coordinates on the axes that are longer than 1: "dp=1, tp=0"."""
-        shown = [axis for axis in self.axes if axis in AXES or self.layout.ep > 1]
-        return ", ".join(f"{axis}={self.coordinates[axis]}" for axis in shown if self.axes[axis] > 1)
+        longer = [axis for axis in self.layout.shown_axes if self.axes[axis] > 1]
+        return ", ".join(f"{axis}={self.coordinates[axis]}" for axis in longer)
 
     @property
     def closed(self) -> bool:

@@ -35,8 +35,8 @@ class BlockKind:
     input: the name of the argument that comes in pieces.
     problem: why there is no copy.
     identity: what tells it from other kinds.
-    differences_by_signature: how it differed, by what it was called with when it was tried (`_signature`): "" if it
-        did not.
+    differences_by_signature: how it differed, by what it was called with when it was tried
+        (`trial._signature`): "" if it did not.
     has_run: whether any trial of it could run.
     """
 

@@ -59,7 +59,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """Trains `model` with its optimizer state (stage 1), gradients (2) and parameters (3) cut over the ranks.
 
     model: of the same structure on every rank; rank 0's parameters and buffers are broadcast.
-    optimizer_class: a `torch.optim` class, LARS or LAMB of `mpidl.optim`, or one's own; `kwargs` are its settings.
+    optimizer_class: a `torch.optim` class, one of `mpidl.optim`, or one's own; `kwargs` are its settings.
         Classes that update every element by itself (AdamW, SGD, ...) step on slices. For others (Muon, Adafactor)
         each parameter has one rank that gets it whole for the step and keeps its state (`whole_steps`). Refused are
         those whose step depends on several parameters at once (LBFGS), or on sparse gradients.
@@ -219,7 +219,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def unscale_(self, inverse_scale: float) -> bool:
         """Multiplies the gradients, 16-bit ones from here on in fp32; returns True if one on this rank was not finite.
 
-        For GradScaler, which lets all ranks agree on it. Not collective.
+        For GradScaler, which lets all ranks agree on it. Every rank calls it: stage 3 over nodes sends rounds.
         """
         return clip_and_unscale.unscale(self._parts, inverse_scale)
 

@@ -38,7 +38,7 @@ from .flat import FlatBucket
 from .group_settings import check_betas_and_eps, check_groups, is_number
 from .left_out import LeftOutParameters
 
-_ERROR = "error"
+ERROR = "error"  # the key of its state
 Buckets = Sequence[tuple[Sequence[torch.nn.Parameter], BucketLayout]]
 
 
@@ -324,7 +324,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _adopt_loaded_states(self, exchange: OneBitExchange) -> None:
         """Copies loaded states into the arrays, of which each parameter's state is a view from then on."""
         self._left_out.clear()
-        self._has_errors = self._has_error_feedback and any(_ERROR in entry for entry in self.state.values())
+        self._has_errors = self._has_error_feedback and any(ERROR in entry for entry in self.state.values())
         for bucket in self._buckets:
             mean = torch.zeros(bucket.layout.padded, device=bucket.device)
             for number, (p, error) in enumerate(zip(bucket.parameters, bucket.views_of(mean), strict=True)):
@@ -335,8 +335,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
                         view.zero_()
                     elif loaded[key] is not view:
                         view.copy_(loaded[key])
-                if _ERROR in loaded:
-                    error.copy_(loaded[_ERROR])
+                if ERROR in loaded:
+                    error.copy_(loaded[ERROR])
                 self.state[p] = self._laid_out_states[p] = {key: bucket.views[key][number] for key in self.keys}
             exchange.set_errors_from_mean(self._errors[bucket], mean)
             self._errors[bucket].mask(None)
@@ -387,14 +387,14 @@ class OneBitOptimizer(torch.optim.Optimizer):
             whole = self._exchange.mean_errors(self._errors[bucket], bucket.layout.padded)
             for p, error in zip(bucket.parameters, bucket.views_of(whole), strict=True):
                 if p in self.state:
-                    self.state[p][_ERROR] = error
+                    self.state[p][ERROR] = error
 
     def forget_errors(self) -> None:
         """Takes the mean errors out of the states, once they are saved."""
         self._has_gathered = False
         if self._has_errors:
             for entry in self.state.values():
-                entry.pop(_ERROR, None)
+                entry.pop(ERROR, None)
 
     def state_dict(self) -> dict[str, Any]:
         """The states, and each parameter's mean error, as "error". The same on every rank; may be called on one alone.
@@ -420,7 +420,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self.refuse_foreign_state(state_dict)
         super().load_state_dict(dict(state_dict))
         self._has_errors = False
-        restore_wide(self, state_dict, (*self.keys, _ERROR))
+        restore_wide(self, state_dict, (*self.keys, ERROR))
 
     def refuse_foreign_state(self, state_dict: Mapping[str, Any]) -> None:
         """Raises ConfigurationError for the state of another optimizer, as Adam's: it has no counters of the method."""

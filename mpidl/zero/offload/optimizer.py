@@ -41,7 +41,7 @@ from .triple_buffering import BUFFERS, TripleBuffering
 
 
 class OffloadedOptimizer(InnerOptimizer):
-    """Steps on OffloadedSlices. Constructed before the model is changed; then `slice`, then `add_param_group`.
+    """Steps on OffloadedSlices. Constructed before the model is changed; then `slice`, then `add_param_groups`.
 
     optimizer_class, kwargs: of the inner optimizers, one for each sub-group.
     groups: the model's parameters, to foresee the state.

@@ -39,8 +39,11 @@ _BITS = 62  # of a message's word
 class Purpose(IntEnum):
     """The reason why a rank takes part in a round.
 
-    AHEAD: it goes on meanwhile. NEEDED: it waits for its unit. REDUCES: it waits for a reduction. DONE: its pass is
-    over. GONE: its engine is; in such a round nothing is gathered.
+    AHEAD: it goes on meanwhile.
+    NEEDED: it waits for its unit.
+    REDUCES: it waits for a reduction.
+    DONE: its pass is over.
+    GONE: its engine is; in such a round nothing is gathered.
     """
 
     AHEAD = 0
@@ -74,9 +77,12 @@ class Gatherable(Protocol):
 class GatherRound:
     """A round in flight.
 
-    named_units: numbers of the units that this rank has said it wants or holds. Set when it is over: everyone_done,
-    whether all ranks were done; waits_for_reduction, those that waited for a reduction; whole, of the units that are
-    whole, whether in full precision.
+    named_units: numbers of the units that this rank has said it wants or holds.
+
+    Set when it is over:
+    everyone_done: whether all ranks were done.
+    waits_for_reduction: the ranks that waited for a reduction.
+    whole: of the units that are whole, by number, whether in full precision.
     """
 
     named_units: frozenset[int] = frozenset()

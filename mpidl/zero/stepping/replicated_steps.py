@@ -16,13 +16,12 @@ import torch
 
 from ...errors import ConfigurationError, TrainingError
 from ...optim.one_bit import OneBitOptimizer, one_bit_hook
+from ...optim.one_bit.base import ERROR
 from ..gradients.reduced_gradients import ReducedGradients
 from ..parameter_shard import ParameterShard
 from ..shard_group import ShardGroup
 from ..slices import Slice
 from .inner import InnerOptimizer
-
-_ERROR = "error"
 
 
 class ReplicatedSteps(InnerOptimizer):
@@ -117,9 +116,9 @@ class ReplicatedSteps(InnerOptimizer):
             return
         self.optimizer.gather_errors()
         for p, part in self._slices.items():
-            error = self.optimizer.state.get(self._whole[p], {}).get(_ERROR)
+            error = self.optimizer.state.get(self._whole[p], {}).get(ERROR)
             if error is not None:
-                self.state[part.values][_ERROR] = error.view(-1)[part.piece.start : part.piece.stop].clone()
+                self.state[part.values][ERROR] = error.view(-1)[part.piece.start : part.piece.stop].clone()
         self.optimizer.forget_errors()
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
@@ -139,7 +138,7 @@ class ReplicatedSteps(InnerOptimizer):
                 pairs = ((key, value.view(-1)[part.piece.start : part.piece.stop]) for key, value in whole.items())
                 self.state[part.values] = self._shown[part.values] = dict(pairs)
             else:
-                entry.pop(_ERROR, None)
+                entry.pop(ERROR, None)
 
     def _push_loaded(self) -> None:
         """Puts whole states together of the slices' that were loaded. Collective then."""

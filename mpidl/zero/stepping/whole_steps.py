@@ -74,7 +74,7 @@ class _ReplicatedState:
 
 
 class WholeSteps(InnerOptimizer):
-    """Steps on slices' values, in place of an inner optimizer on them. Then `add_param_group`.
+    """Steps on slices' values, in place of an inner optimizer on them. Then `add_param_groups`.
 
     over: the ranks over which parameters are cut.
     mesh: over whose tp they may be cut, too.
