@@ -5,7 +5,8 @@
 
     check_everywhere   a check that may fail on some ranks        refuse_everywhere  a problem that some ranks found
     run_everywhere     an action of all ranks                     on_rank_0          an action of rank 0
-    is_anywhere        a flag: is it set on any rank?             agree_or_exit      of programs: one line, and exit
+    kept_on_rank_0     the same, whose result stays there         agree_or_exit      of programs: one line, and exit
+    is_anywhere        a flag: is it set on any rank?
 
 Each is one or two small collectives, which every rank must call. What they run must communicate nothing that a rank
 could leave out by failing: the others would wait there.
@@ -72,6 +73,18 @@ def on_rank_0(comm: Communicator, action: Callable[[], Result], fallback: type[M
     if failure is not None:
         raise _CLASSES[failure[0]](failure[1]) from cause
     return result  # type: ignore[return-value]
+
+
+def kept_on_rank_0(comm: Communicator, action: Callable[[], Result], fallback: type[MpidlError]) -> Result | None:
+    """Returns rank 0's `action()` there and None elsewhere; raises its error on every rank. Collective.
+
+    fallback: as of `on_rank_0`.
+    """
+    result, failure, cause = attempt(action, fallback) if comm.rank == 0 else (None, None, None)
+    failure = broadcast_pickled(comm, failure)
+    if failure is not None:
+        raise _CLASSES[failure[0]](failure[1]) from cause
+    return result
 
 
 def agree_or_exit(comm: Communicator, check: Callable[[], Result]) -> Result:

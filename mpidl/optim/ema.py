@@ -32,7 +32,7 @@ from collectives import Communicator
 from ..absent_state import absent_state, refusal
 from ..ddp.plain_model import plain_model
 from ..errors import ConfigurationError, TrainingError, listed
-from ..job.agreement import check_everywhere, on_rank_0
+from ..job.agreement import check_everywhere, kept_on_rank_0
 from ..job.objects import all_gather_object
 from ..mesh import whole_tensors
 from ..replicas.checksums import checksum, difference
@@ -259,9 +259,7 @@ class EMA:
             return action()
         if self._optimizer is None:
             return check_everywhere(self._comm, action)
-        found: list[Any] = []
-        on_rank_0(self._comm, lambda: found.append(action()), ConfigurationError)
-        return found[0] if found else None
+        return kept_on_rank_0(self._comm, action, ConfigurationError)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

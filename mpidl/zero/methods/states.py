@@ -16,7 +16,7 @@ import torch
 from collectives import Communicator
 
 from ...errors import ConfigurationError, TrainingError
-from ...job.agreement import on_rank_0, refuse_everywhere
+from ...job.agreement import kept_on_rank_0, refuse_everywhere
 from ..optimizer_parts import Parts
 from ..states import whole_states as state
 from ..states.owned_state import OwnedState
@@ -93,10 +93,9 @@ def gradients(parts: Parts) -> dict[str, Any]:
     tp = _tp(parts)
     if tp is None:
         return own
-    whole: list[dict[str, Any]] = []
-    joins = partial(state.join_gradients, tp, parts.names)
-    on_rank_0(parts.shard_group.world, lambda: whole.append(joins(own)), ConfigurationError)
-    return whole[0] if whole else own
+    joins = partial(state.join_gradients, tp, parts.names, own)
+    whole = kept_on_rank_0(parts.shard_group.world, joins, ConfigurationError)
+    return own if whole is None else whole
 
 
 def owned_state(parts: Parts) -> OwnedState:
