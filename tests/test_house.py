@@ -192,9 +192,9 @@ def circles(imports: dict[str, set[str]]) -> list[str]:
 
 
 def between_folders(imports: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The imports from folder to folder that lie beside each other, at any depth of a package.
+    """The imports between folders that lie in the same one, at any depth of a package.
 
-    A module beside a folder counts as one. A program in a folder, `__main__`, belongs to none.
+    A module next to a folder counts as one. A program in a folder, `__main__`, belongs to none.
     """
     found: dict[str, set[str]] = {}
     for module, others in imports.items():

@@ -13,7 +13,7 @@
     cuda/       all operations on GPU arrays; their work on the host uses the other backends
     registry    makes the backends of a group, by the names that `algorithm=` takes
     selection   "auto": which of them serves an operation of so many bytes
-    tables      by which "auto" chooses: tuned, calibrated, or the defaults of an MPI library
+    tables      by which "auto" chooses: tuned, the defaults of an MPI library, or calibrated
     dispatch    one rank's view of a group: its backends, its memory, and the way to its GPUs (`cuda.backend`)
     checks      that view with MPIDL_DEBUG=1: before each operation the ranks compare what they are about to do
 

@@ -22,7 +22,7 @@ its oldest reduction where a bucket needs a buffer and none is free; all other w
 
 On CPUs all phases run in the thread that calls `backward()`, on a GPU in autograd's own thread for it, one at a time.
 Collectives are in `begun`, in launches, which are in the order of the buckets on every rank, and in `reduced`: so all
-ranks make the same ones in the same order. Rounds of ZeRO-3, which ranks start in different order, have a Communicator
+ranks make the same ones in the same order. Rounds of ZeRO-3, which ranks start in different orders, have a Communicator
 of their own (`zero.parameters.sharded`).
 
 Where a backward pass goes through several engines, each rank may begin their passes in another order, if these send

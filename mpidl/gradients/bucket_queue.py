@@ -30,8 +30,9 @@ class BucketQueue:
     `end` into finished, `reset` into abandoned, and `synchronise` tells if a pass communicates.
 
     take(bucket, index): called when the gradient of a parameter is complete, to move it into the bucket.
-    launch(bucket): starts the bucket's collective; called once a pass for each bucket, in the order of `buckets`, when
-        it is filled, or at the end of the pass. An attribute too, which may be set between passes.
+    launch(bucket): starts the bucket's collective; called in each pass that communicates once for each bucket, in the
+        order of `buckets`, when it is filled, or at the end of the pass. An attribute too, which may be set between
+        passes.
     finish(): called at the end of a backward pass, after all buckets have been launched.
     missing(bucket, index): called for every parameter that the pass did not reach, before its bucket is launched.
     on_gradient_after_launch(bucket, index): called in place of take for a gradient that comes when its bucket has been

@@ -5,7 +5,7 @@
 
     check_everywhere   a check that may fail on some ranks        refuse_everywhere  a problem that some ranks found
     run_everywhere     an action of all ranks                     on_rank_0          an action of rank 0
-    kept_on_rank_0     the same, whose result stays there         agree_or_exit      of programs: one line, and exit
+    kept_on_rank_0     one of rank 0, which keeps the result      agree_or_exit      of programs: one line, and exit
     is_anywhere        a flag: is it set on any rank?
 
 Each is one or two small collectives, which every rank must call. What they run must communicate nothing that a rank

@@ -6,7 +6,7 @@ are seen and do nothing for it. The innermost of these calls tells:
     torch.autograd.backward, grad      in the backward pass      also where a checkpoint runs a forward pass again
     a step of an optimizer             in the optimizer's step
     a call of a module                 in the forward pass
-    none of them                       in the step             nothing before the first step
+    none of them                       in the step               nothing until the first step has ended
 
 Steps are counted from 1, as the main thread completes them: those of all optimizers, without steps inside others, as an
 engine's on its slices, or inside a backward pass.
@@ -55,7 +55,7 @@ class _StepCounter:
             self.completed += 1
 
     def phase(self) -> str:
-        """Describes where the main thread is; empty before the first forward pass."""
+        """Describes where the main thread is; empty outside of calls until the first step has ended."""
         step, found = self.completed + 1, ""
         for call in calls_of_main_thread():
             code = call.file, call.function

@@ -59,10 +59,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """Trains `model` with its optimizer state (stage 1), gradients (2) and parameters (3) cut over the ranks.
 
     model: of the same structure on every rank; rank 0's parameters and buffers are broadcast.
-    optimizer_class: a `torch.optim` class, one of `mpidl.optim`, or one's own; `kwargs` are its settings.
-        Classes that update every element by itself (AdamW, SGD, ...) step on slices. For others (Muon, Adafactor)
-        each parameter has one rank that gets it whole for the step and keeps its state (`whole_steps`). Refused are
-        those whose step depends on several parameters at once (LBFGS), or on sparse gradients.
+    optimizer_class: a `torch.optim` class, one of those of `mpidl.optim` that docs/zero.md lists, or one's own;
+        `kwargs` are its settings. Classes that update every element by itself (AdamW, SGD, ...) step on slices. For
+        others (Muon, Adafactor) each parameter has one rank that gets it whole for the step and keeps its state
+        (`whole_steps`). Refused are those whose step depends on several parameters at once (LBFGS), or on sparse
+        gradients.
     stage: 1, 2 or 3. It has no default, as a program that reads or changes weights must know whether they are cut.
     params: as torch has it, parameters, or pairs with their names (which are not kept), or dictionaries of them with
         settings of their own; by default one group of all that require gradients. What trains must be in some group.

@@ -102,8 +102,8 @@ def refuse_splits(operation: str, algorithm: str) -> None:
 def schedule(operation: str, algorithm: str, ranks: int, root: int = 0, nbytes: int = 0) -> Schedule:
     """The schedule of an algorithm that is known to exist (`ALGORITHMS`).
 
-    nbytes: size of the array, the same on every rank, of all_reduce, reduce, scan and broadcast: a pipelined algorithm
-        cuts it accordingly. `ScheduleBackend` gives none for other operations.
+    nbytes: size of the array, the same on every rank, of all_reduce, reduce, scan, exscan and broadcast: a pipelined
+        algorithm cuts it accordingly. `ScheduleBackend` gives none for other operations.
     """
     pieces = PIPELINED[algorithm](nbytes) if algorithm in PIPELINED else None
     return _schedule(operation, algorithm, ranks, root, pieces)

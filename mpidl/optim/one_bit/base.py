@@ -38,7 +38,7 @@ from .flat import FlatBucket
 from .group_settings import check_betas_and_eps, check_groups, is_number
 from .left_out import LeftOutParameters
 
-ERROR = "error"  # the key of its state
+ERROR = "error"  # the key of a parameter's error in its state
 Buckets = Sequence[tuple[Sequence[torch.nn.Parameter], BucketLayout]]
 
 

@@ -4,7 +4,7 @@
     no shard      the shard adds up         `shard`, or with `sums_whole` `whole`   no shard
 
 Who runs what: the thread of the program or of the backward pass. Nothing here starts a reduction; what is in flight of
-a pass that an exception has cut short is waited for first, where a strategy may start rounds.
+a pass that an exception has cut short is waited for first; while it waits, stage 3 over nodes may start rounds.
 """
 
 from __future__ import annotations

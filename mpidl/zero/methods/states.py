@@ -1,7 +1,7 @@
 """The methods of ZeroOptimizer about states, as functions of its parts: whole ones, and what this rank owns of them.
 
-They call `whole_states`, `owned_state` or `owned_weights`, and wait first for what these need: for a delayed update
-before states and weights are read or replaced, for gathers before whole parameters are read.
+They call `states.whole_states`, `states.owned_state` or `states.owned_weights`. Those that read or replace whole states
+or weights wait first for a delayed update; those that read shards, for gathers that still use their memory.
 """
 
 from __future__ import annotations

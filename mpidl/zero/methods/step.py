@@ -13,12 +13,14 @@
     collective    publish(): every rank sees the new parameters, at once or before it next reads one; left out where the
                   inner optimizer has updated them whole on every rank (OneBitAdam)
 
-The inner optimizer communicates where it needs whole parameters (Muon) or their norms (LARS, LAMB), with `offload`,
-where the ranks agree that the step has succeeded, and in 1-bit optimizers. All other errors of its step are this rank's
-alone: they end the job, or, if the program catches one, the others wait until their watchdogs end it.
+The inner optimizer communicates where it needs whole parameters (Muon) or their norms (LARS, LAMB), with `offload`, and
+where it exchanges bits (OneBitAdam). With `offload` and in steps on whole parameters the ranks agree that the step has
+succeeded. An error of a step on slices is this rank's alone: it ends the job, or, if the program catches it, the others
+wait until their watchdogs end it.
 
 All of it runs in the thread that calls `step()`. A reason on one rank is an error on all, before anything is changed.
-With `step_in_backward` the pass has made the step (`backward_steps`); `step()` ends it, and broadcasts the buffers.
+With `step_in_backward` the pass has made the step (`stepping.backward_steps`); `step()` ends it, and broadcasts the
+buffers.
 """
 
 from __future__ import annotations

@@ -21,12 +21,12 @@ The optimizer's parts call a strategy only by the methods of `ParameterStrategy`
 All ranks call publish, release, drain, gathered and unfreeze, in the same order, also where a strategy sends no message
 in them ("-"). Each rank calls the other methods for itself. The messages of these five:
 
-    method      `ReplicatedParameters`   `NodeSharedParameters`   `ShardedParameters`
-    publish     all-gathers, started     a barrier                gathers, if a `gathered` block is open or n >= 2
-    release     -                        -                        rounds
-    drain       -                        -                        rounds
-    gathered    -                        two barriers if writable rounds
-    unfreeze    an allocation            -                        -
+    method      `ReplicatedParameters`   `NodeSharedParameters`     `ShardedParameters`
+    publish     all-gathers, started     a barrier                  gathers, if a `gathered` block is open or n >= 2
+    release     -                        -                          rounds
+    drain       -                        -                          rounds
+    gathered    -                        two barriers if writable   rounds
+    unfreeze    an allocation            -                          -
 
 n is `prefetch`. `ReplicatedParameters.release` waits for the all-gathers that its `publish` has started. All-gathers
 and rounds run in progress threads, all else in the thread that calls the method. No call deadlocks: what gathers units

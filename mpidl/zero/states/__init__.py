@@ -1,6 +1,6 @@
 """States of the model and the optimizer: whole on rank 0 for the program, in slices for checkpoints and averages.
 
-`methods.states` calls it, after what is under way has ended.
+`methods.states` calls it.
 
     whole_states       gathers whole states from the shards on rank 0, and scatters them back; plain formats
     owned_state        this rank's slices of parameters and gradients, which a checkpoint writes and fills

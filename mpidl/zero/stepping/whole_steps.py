@@ -17,8 +17,8 @@ are, and state of other shapes is copied to every rank; the next step moves it b
 
 Who runs what: the thread of the step. For the batches, in an order that is equal on every rank: an all-to-all of
 values, one of gradients, the owners' steps, an agreement that all succeeded, an all-to-all back. The ranks have agreed
-before which parameters have gradients (`step`), so all make the same collectives, and none waits for an owner that
-failed.
+before which parameters have gradients (`methods.step`), so all make the same collectives, and none waits for an owner
+that failed.
 """
 
 from __future__ import annotations
