@@ -26,7 +26,7 @@ from collectives import Communicator
 from .bucket_section import BucketSection
 
 Made = TypeVar("Made")
-_CHUNK = 1 << 15  # elements that are summed at a time, in double precision
+_CHUNKS, _SMALLEST_CHUNK = 16, 1 << 14  # of a section, and elements: what is summed at a time, in double precision
 _UNEVEN = 1.5  # times the mean of the ranks' parts that the largest may have, for them to be runs of elements
 
 
@@ -47,7 +47,7 @@ def of_means(
     for at, start, stop in section.layout.parts():
         whole[:, start:stop] = values[:, at : at + stop - start]
     # In double precision, so that the mean of equal values is that value, also over three ranks.
-    for chunk in whole.view(-1).split(_CHUNK):
+    for chunk in whole.view(-1).split(max(_SMALLEST_CHUNK, whole.numel() // _CHUNKS)):
         wide = chunk.double()
         comm.all_reduce(wide)
         chunk.copy_(wide.div_(comm.size))
