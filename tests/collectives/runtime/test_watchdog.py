@@ -100,9 +100,18 @@ def test_sizes_on_two_sides_of_a_limit_of_auto_are_named(job: Callable) -> None:
     size = int(limit) // 4
     status, text, _ = job(f"comm.broadcast(np.ones({size} + rank, np.float32))", 2, MPIDL_TIMEOUT="1.5")
     assert status != 0
+    # The ranks meet in memory on both sides of it, so that each sees what the other is in.
+    assert f"rank 0: broadcast of {size} float32 root 0; rank 1: broadcast of {size + 1} float32 root 0" in text, text
+
+
+@pytest.mark.thorough
+def test_algorithms_that_differ_are_named(job: Callable) -> None:
+    program = "comm.broadcast(np.ones(100 + rank, np.float32), algorithm=('symmetric', 'mpi')[rank])"
+    status, text, _ = job(program, 2, MPIDL_TIMEOUT="1.5")
+    assert status != 0
     assert (
-        f"different operations: broadcast of {size} float32 root 0 by symmetric on rank 0, broadcast of {size + 1} "
-        "float32 root 0 by mpi on rank 1;" in text
+        "different operations: broadcast of 100 float32 root 0 by symmetric on rank 0, broadcast of 101 float32 root 0 "
+        "by mpi on rank 1;" in text
     ), text
 
 

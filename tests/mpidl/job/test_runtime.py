@@ -289,11 +289,18 @@ except KeyboardInterrupt:
 def test_of_two_interrupts_that_python_notices_at_once_neither_ends_a_program_that_goes_on(job) -> None:
     done = job(
         1,
-        "import hashlib, signal, threading\n"
-        "for after in (0.3, 0.4):\n"
-        "    threading.Timer(after, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
+        "import signal, threading\n"
+        "lock = threading.Lock()\n"
+        "def interrupt_twice():\n"
+        "    for _ in range(2):\n"
+        "        time.sleep(0.2)\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    lock.release()\n"
+        "lock.acquire()\n"
+        "threading.Thread(target=interrupt_twice).start()\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})\n"  # other threads take it, and do not wake this one
         "try:\n"
-        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 3_000_000)\n"  # a second or two in which Python notices nothing
+        "    lock.acquire()\n"  # Python notices nothing until this returns
         f"{CATCHES_TWO}print('went on\\n', end='')",
     )
     assert done.returncode == 0, done.stderr

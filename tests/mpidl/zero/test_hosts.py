@@ -15,10 +15,10 @@ PEAK = Path(__file__).with_name("job_peak.py")
 STEPS = 3
 
 
-def run(number: int, ranks: int, *arguments: str, **variables: str) -> str:
+def run(number: int, ranks: int, *arguments: str, timeout: float = 100, **variables: str) -> str:
     """Runs a Python program on so many hosts with so many ranks each, and returns its output."""
     settings = {"PYTHONPATH": str(launch.ROOT), **variables}
-    done = on_hosts(*arguments, number=number, ranks=ranks, timeout=100, **settings)
+    done = on_hosts(*arguments, number=number, ranks=ranks, timeout=timeout, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -147,10 +147,10 @@ def test_three_units_are_whole_at_a_time() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.limit(120)
+@pytest.mark.limit(300)
 @pytest.mark.parametrize("layout", ["3 hosts of 1", "2 hosts of 2"])
 def test_engines_give_the_same_bits_over_hosts(layout: str) -> None:
     number, _, _, ranks = layout.split()
     bits = Path(__file__).with_name("test_bits.py")
     options = ("-q", "--only-mpi", "-k", "test_every_engine and (AdamW or SGD)")
-    assert " passed" in run(int(number), int(ranks), "-m", "pytest", *options, str(bits))
+    assert " passed" in run(int(number), int(ranks), "-m", "pytest", *options, str(bits), timeout=280)
