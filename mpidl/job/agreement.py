@@ -68,11 +68,7 @@ def on_rank_0(comm: Communicator, action: Callable[[], Result], fallback: type[M
 
     fallback: what an exception of a class that is not in `mpidl.errors` becomes.
     """
-    result, failure, cause = attempt(action, fallback) if comm.rank == 0 else (None, None, None)
-    result, failure = broadcast_pickled(comm, (result, failure))
-    if failure is not None:
-        raise _CLASSES[failure[0]](failure[1]) from cause
-    return result  # type: ignore[return-value]
+    return _run_on_rank_0(comm, action, fallback, shares_result=True)  # type: ignore[return-value]
 
 
 def kept_on_rank_0(comm: Communicator, action: Callable[[], Result], fallback: type[MpidlError]) -> Result | None:
@@ -80,11 +76,17 @@ def kept_on_rank_0(comm: Communicator, action: Callable[[], Result], fallback: t
 
     fallback: as of `on_rank_0`.
     """
+    return _run_on_rank_0(comm, action, fallback, shares_result=False)
+
+
+def _run_on_rank_0(
+    comm: Communicator, action: Callable[[], Result], fallback: type[MpidlError], shares_result: bool
+) -> Result | None:
     result, failure, cause = attempt(action, fallback) if comm.rank == 0 else (None, None, None)
-    failure = broadcast_pickled(comm, failure)
+    shared, failure = broadcast_pickled(comm, (result if shares_result else None, failure))
     if failure is not None:
         raise _CLASSES[failure[0]](failure[1]) from cause
-    return result
+    return shared if shares_result else result
 
 
 def agree_or_exit(comm: Communicator, check: Callable[[], Result]) -> Result:
