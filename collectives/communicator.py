@@ -44,7 +44,7 @@ from .group.division import GroupDivision
 from .group.issue import Plain
 from .group.memory import GroupMemory
 from .group.objects import GroupObjects
-from .group.prepared import PREPARE_ONLY, PREPARED, PreparedOperation
+from .group.prepared import PREPARABLE, PREPARE_ONLY, PreparedOperation
 from .partitioned import PartitionedAllReduce
 from .process.idle_wait import background_on_all_ranks
 from .runtime.positions import words
@@ -135,14 +135,14 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
         if isinstance(x, list):
             return self._calls.issue_list("all_reduce", algorithm, async_op, timeout, wholes=x, op=op)
         key = ("all_reduce", signature_of(x), op, algorithm)
-        call = self._calls.recall(key)
-        if call is None:
+        prepared = self._calls.recall(key)
+        if prepared is None:
             data = buffers.inspect(x, "all_reduce: x", writable=True)
             refuse_shared("all_reduce: x", data)
             reduced = reduction.check(op, data.dtype)
             chosen = self._calls.choose("all_reduce", algorithm, data, data.nbytes, reduced)
-            call = self._calls.prepare(key, "all_reduce", chosen, data, reduced)
-        return self._calls.issue(call, async_op, timeout, x)
+            prepared = self._calls.prepare(key, "all_reduce", chosen, data, reduced)
+        return self._calls.issue(prepared, async_op, timeout, x)
 
     def partitioned_all_reduce(
         self, parts: Sequence[Any], op: str = "sum", *, algorithm: str = "auto"
@@ -202,8 +202,8 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
             arguments.refuse_counts("reduce_scatter", counts)
             return self._calls.issue_list("reduce_scatter", algorithm, async_op, timeout, wholes=x, owns=out, op=op)
         key = ("reduce_scatter", signature_of(x), signature_of(out), op, algorithm, _tuple(counts))
-        call = self._calls.recall(key)
-        if call is None:
+        prepared = self._calls.recall(key)
+        if prepared is None:
             target = buffers.inspect(out, "reduce_scatter: out", writable=True)
             data = buffers.inspect(x, "reduce_scatter: x", writable=False)
             refuse_shared("reduce_scatter: x", data)
@@ -213,8 +213,8 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
             arguments.check_own_part("reduce_scatter: out", target, parts, self.rank)
             arguments.refuse_overlap("reduce_scatter", target, data, parts, self.rank)
             chosen = self._calls.choose("reduce_scatter", algorithm, data, data.nbytes, reduced)
-            call = self._calls.prepare(key, "reduce_scatter", chosen, target, data, reduced, parts)
-        return self._calls.issue(call, async_op, timeout, (out, x))
+            prepared = self._calls.prepare(key, "reduce_scatter", chosen, target, data, reduced, parts)
+        return self._calls.issue(prepared, async_op, timeout, (out, x))
 
     @shortcut
     def reduce(
@@ -232,14 +232,14 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
         if isinstance(x, list):
             return self._calls.issue_list("reduce", algorithm, async_op, timeout, wholes=x, root=root, op=op)
         key = ("reduce", signature_of(x), op, algorithm, root)
-        call = self._calls.recall(key)
-        if call is None:
+        prepared = self._calls.recall(key)
+        if prepared is None:
             data = buffers.inspect(x, "reduce: x", writable=self.rank == root)
             refuse_shared("reduce: x", data)
             reduced = reduction.check(op, data.dtype)
             chosen = self._calls.choose("reduce", algorithm, data, data.nbytes, reduced)
-            call = self._calls.prepare(key, "reduce", chosen, data, root, reduced)
-        return self._calls.issue(call, async_op, timeout, x)
+            prepared = self._calls.prepare(key, "reduce", chosen, data, root, reduced)
+        return self._calls.issue(prepared, async_op, timeout, x)
 
     @shortcut
     def scan(
@@ -265,16 +265,16 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
         self, operation: str, x: Any, op: Any, algorithm: str, async_op: bool, timeout: float | None
     ) -> Work | None:
         key = (operation, signature_of(x), op, algorithm)
-        call = self._calls.recall(key)
-        if call is None:
+        prepared = self._calls.recall(key)
+        if prepared is None:
             data = buffers.inspect(x, f"{operation}: x", writable=True)
             refuse_shared(f"{operation}: x", data)
             reduced = reduction.check(op, data.dtype)
             if reduced.averages:
                 raise ArgumentError(f"{operation}: got op 'avg'; needs op='sum' and then a division on each rank")
             chosen = self._calls.choose(operation, algorithm, data, data.nbytes, reduced)
-            call = self._calls.prepare(key, operation, chosen, data, reduced)
-        return self._calls.issue(call, async_op, timeout, x)
+            prepared = self._calls.prepare(key, operation, chosen, data, reduced)
+        return self._calls.issue(prepared, async_op, timeout, x)
 
     # ---- movements --------------------------------------------------------------------------------------------
 
@@ -299,8 +299,8 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
             arguments.refuse_counts("all_gather", counts)
             return self._calls.issue_list("all_gather", algorithm, async_op, timeout, wholes=out, owns=x)
         key = ("all_gather", signature_of(out), signature_of(x), algorithm, _tuple(counts))
-        call = self._calls.recall(key)
-        if call is None:
+        prepared = self._calls.recall(key)
+        if prepared is None:
             target = buffers.inspect(out, "all_gather: out", writable=True)
             data = buffers.inspect(x, "all_gather: x", writable=False)
             parts = arguments.parts("all_gather", counts, target.size, self.size)
@@ -312,8 +312,8 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
                 if shared is not None and shared in self._dispatch.selection.names("all_gather"):
                     algorithm = shared
             chosen = self._calls.choose("all_gather", algorithm, data, target.nbytes)
-            call = self._calls.prepare(key, "all_gather", chosen, target, data, parts)
-        return self._calls.issue(call, async_op, timeout, (out, x))
+            prepared = self._calls.prepare(key, "all_gather", chosen, target, data, parts)
+        return self._calls.issue(prepared, async_op, timeout, (out, x))
 
     @shortcut
     def all_to_all(
@@ -341,8 +341,8 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
             _tuple(output_splits),
             _tuple(input_splits),
         )
-        call = self._calls.recall(key)
-        if call is None:
+        prepared = self._calls.recall(key)
+        if prepared is None:
             target = buffers.inspect(out, "all_to_all: out", writable=True)
             data = buffers.inspect(x, "all_to_all: x", writable=False)
             arguments.check_same_dtype("all_to_all", target, data)
@@ -357,8 +357,8 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
             if not even:
                 refuse_splits("all_to_all", chosen)
             splits = Splits(leaving, arriving, uniform=even and data.size % self.size == 0)
-            call = self._calls.prepare(key, "all_to_all", chosen, target, data, splits)
-        return self._calls.issue(call, async_op, timeout, (out, x))
+            prepared = self._calls.prepare(key, "all_to_all", chosen, target, data, splits)
+        return self._calls.issue(prepared, async_op, timeout, (out, x))
 
     @shortcut
     def broadcast(
@@ -369,12 +369,12 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
         if isinstance(x, list):
             return self._calls.issue_list("broadcast", algorithm, async_op, timeout, wholes=x, root=root)
         key = ("broadcast", signature_of(x), algorithm, root)
-        call = self._calls.recall(key)
-        if call is None:
+        prepared = self._calls.recall(key)
+        if prepared is None:
             data = buffers.inspect(x, "broadcast: x", writable=self.rank != root)
             chosen = self._calls.choose("broadcast", algorithm, data, data.nbytes)
-            call = self._calls.prepare(key, "broadcast", chosen, data, root)
-        return self._calls.issue(call, async_op, timeout, x)
+            prepared = self._calls.prepare(key, "broadcast", chosen, data, root)
+        return self._calls.issue(prepared, async_op, timeout, x)
 
     @shortcut
     def gather(
@@ -401,8 +401,8 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
             root,
             _tuple(counts),
         )
-        call = self._calls.recall(key)
-        if call is None:
+        prepared = self._calls.recall(key)
+        if prepared is None:
             data = buffers.inspect(x, "gather: x", writable=False)
             parts = arguments.given_parts("gather", counts, data.size, self.size)
             arguments.check_own_part("gather: x", data, parts, self.rank)
@@ -411,8 +411,8 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
                 arguments.check_same_dtype("gather", target, data)
                 arguments.refuse_overlap("gather", data, target, parts, self.rank)
             chosen = self._calls.choose("gather", algorithm, data, sum(parts) * data.dtype.itemsize)
-            call = self._calls.prepare(key, "gather", chosen, target, data, root, parts)
-        return self._calls.issue(call, async_op, timeout, (out, x))
+            prepared = self._calls.prepare(key, "gather", chosen, target, data, root, parts)
+        return self._calls.issue(prepared, async_op, timeout, (out, x))
 
     @shortcut
     def scatter(
@@ -439,8 +439,8 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
             root,
             _tuple(counts),
         )
-        call = self._calls.recall(key)
-        if call is None:
+        prepared = self._calls.recall(key)
+        if prepared is None:
             target = buffers.inspect(out, "scatter: out", writable=True)
             parts = arguments.given_parts("scatter", counts, target.size, self.size)
             arguments.check_own_part("scatter: out", target, parts, self.rank)
@@ -449,8 +449,8 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
                 arguments.check_same_dtype("scatter", target, data)
                 arguments.refuse_overlap("scatter", target, data, parts, self.rank)
             chosen = self._calls.choose("scatter", algorithm, target, sum(parts) * target.dtype.itemsize)
-            call = self._calls.prepare(key, "scatter", chosen, target, data, root, parts)
-        return self._calls.issue(call, async_op, timeout, (out, x))
+            prepared = self._calls.prepare(key, "scatter", chosen, target, data, root, parts)
+        return self._calls.issue(prepared, async_op, timeout, (out, x))
 
     # ---- order ------------------------------------------------------------------------------------------------
 
@@ -472,8 +472,8 @@ class Communicator(GroupMemory, GroupObjects, GroupDivision):
         arrays, arguments: as that method has them, but no async_op and no timeout, which the call takes. Not
             collective.
         """
-        if operation not in PREPARED:
-            raise ArgumentError(f"prepare: got {operation!r}; needs one of {', '.join(PREPARED)}")
+        if operation not in PREPARABLE:
+            raise ArgumentError(f"prepare: got {operation!r}; needs one of {', '.join(PREPARABLE)}")
         refused = [name for name in ("async_op", "timeout") if name in arguments]
         if refused:
             raise ArgumentError(f"prepare: got {refused[0]}; needs it where the prepared operation is called")

@@ -44,10 +44,10 @@ def price(schedule: Schedule, nbytes: float, cluster: Cluster) -> float:
 class Pricing:
     """A schedule laid out on a cluster, to be priced at any number of sizes.
 
-    symmetry: False follows every rank even where one node could stand for all (`layout`); the price is the same.
+    symmetry: False simulates every rank even where one node could stand for all (`layout`); the price is the same.
     Where the programs are too long to compare all ranks', those of a few stand for all.
-    nodes: the ranks of each node, in place of the cluster's equal ones; then every rank is followed.
-    Raises ArgumentError for a schedule without symmetry that has more rounds than can be followed.
+    nodes: the ranks of each node, in place of the cluster's equal ones; then every rank is simulated.
+    Raises ArgumentError for a schedule without symmetry that has more rounds than can be simulated.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Pricing:
         self._layout = ScheduleLayout(schedule, cluster, symmetry=symmetry, nodes=nodes)
 
     @property
-    def followed(self) -> int:
-        """The number of ranks that are followed: all, those of a node, or one."""
-        return self._layout.followed
+    def simulated_ranks(self) -> int:
+        """The number of ranks that are simulated: all, those of a node, or one."""
+        return self._layout.simulated_ranks
 
     def seconds(self, nbytes: float) -> float:
         """The predicted time for an operation whose larger buffer has `nbytes`."""
@@ -89,7 +89,7 @@ class _ModelledRun:
     """All ranks' rounds in modelled time."""
 
     def __init__(self, layout: ScheduleLayout, chunk_bytes: float) -> None:
-        cluster, ranks = layout.cluster, layout.followed
+        cluster, ranks = layout.cluster, layout.simulated_ranks
         self.layout = layout
         self.programs = layout.programs
         self.latency = {False: cluster.intra_latency, True: cluster.inter_latency}

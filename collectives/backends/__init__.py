@@ -20,6 +20,6 @@
 A new backend is a file with a subclass of `Backend`, its line in `registry.MAKERS` and its line above; a new schedule
 is a file in `collectives.schedules.algorithms` and its name in `NAMES` and `ALGORITHMS` there. A new operation is
 declared in `Backend` and defined in every backend that has it. Other files name a backend; `grep` finds them when you
-rename one: `tables`, by which "auto" chooses; the engines' file that asks by name for the one that adds in the order of
-ranks; `collectives.bench`. CONTRIBUTING.md has the names, the steps and the tests.
+rename one: `tables`, by which "auto" chooses; `mpidl.gradients.buckets.rank_order_algorithm`, which asks by name for
+the one that adds in the order of ranks; `collectives.bench`. CONTRIBUTING.md has the names, the steps and the tests.
 """

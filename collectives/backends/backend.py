@@ -28,7 +28,8 @@ class Resources:
     scratch: memory that operations use in turn.
     meetings: where the ranks of a node meet in shared memory; None where those of some node share none.
     positions: where they show which operations they are in.
-    use_scratch: whether arrays may go through a scratch of shared memory that others need not.
+    use_scratch: whether one-copy operations may copy private arrays through shared memory (`symmetric.staging`); see
+        `Communicator`.
     """
 
     comm: MPI.Intracomm

@@ -22,7 +22,7 @@ from ..process.topology import Topology, reported_ranks
 from .backend import Call
 from .cuda.task import Task
 from .dispatch import Dispatch
-from .meeting import check_parts, differences
+from .meeting import UNEVEN, check_parts, differences
 
 DEBUG = "MPIDL_DEBUG"
 
@@ -97,7 +97,7 @@ def _words(operation: str, algorithm: str, arguments: Sequence[Any]) -> str:
     if not arrays:
         return ""
     largest = max(data.size for data in arrays)  # the same on all ranks, but where each cuts its own way, or has a part
-    elements = "" if operation in ("all_to_all", "gather", "scatter") else f"{largest} "
+    elements = "" if operation in UNEVEN else f"{largest} "
     operator = parts = root = ""
     for given in arguments:
         if isinstance(given, Reduction):

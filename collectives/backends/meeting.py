@@ -28,9 +28,11 @@ from ..memory.counters import Barrier
 from ..memory.shared_memory import SharedMemory
 from ..native import compiled
 from ..runtime.positions import CODES, OPERATIONS, listing
+from ..schedules.algorithms import ROOTED
 
 Array = np.ndarray[Any, Any]
 Ranges = Sequence[tuple[int, int]]  # elements start <= i < stop, for each rank
+UNEVEN = ("all_to_all", "gather", "scatter")  # of which each rank may have another size
 _DTYPES = tuple(DTYPES)
 _OPS = ("none", *KERNELS)
 _DTYPE_CODES = {name: code for code, name in enumerate(_DTYPES)}
@@ -43,7 +45,10 @@ _RANGES = 4 * 8  # bytes for each rank: start and length of what goes there and 
 
 
 class MeetsInMemory(ABC):
-    """A collective call in which the ranks meet in shared memory, so that none need wait before."""
+    """A collective call that begins with a meeting in shared memory.
+
+    So its Issuer need not wait for the node's ranks first.
+    """
 
     @abstractmethod
     def __call__(self) -> Any:
@@ -59,10 +64,12 @@ if compiled is not None:
 
 
 class Entry(NamedTuple):
-    """The operation that a rank is about to run; all ranks must agree on it.
+    """The operation that a rank is about to run.
 
     elements: of the array that has one size on all ranks; 0 where there is none.
     parts: a number made of the counts by which that is cut (`parts_of`); 0 where it is not cut.
+    factor: of this rank's contribution to a premultiplied sum; ranks may have different ones. All other fields must
+        agree.
     """
 
     operation: str
@@ -75,7 +82,7 @@ class Entry(NamedTuple):
 
     def __str__(self) -> str:
         op = "" if self.op == "none" else f" {self.op}"
-        root = f" root {self.root}" if self.operation in ("broadcast", "reduce", "gather", "scatter") else ""
+        root = f" root {self.root}" if self.operation in ROOTED else ""
         return f"{self.operation}{op} of {self.elements} {self.dtype}{root}"
 
 

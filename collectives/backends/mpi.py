@@ -62,7 +62,7 @@ class Library(Backend):
 
     def reduce_scatter(self, out: Buffer, x: Buffer, op: Reduction, counts: Sequence[int]) -> Call:
         """MPI_Reduce_scatter, or its block variant where the parts are equal."""
-        if _overlap(out, x):  # MPI takes none; the memory for another is not kept
+        if _overlap(out, x):  # MPI refuses overlapping buffers; the result's memory is allocated for each call
 
             def by_copy() -> None:
                 result = Buffer(np.empty_like(out.flat), out.dtype)

@@ -32,7 +32,10 @@ MAKERS: tuple[Callable[[Resources], Backend | None], ...] = (
 
 
 def make_backends(resources: Resources) -> dict[str, Backend]:
-    """All backends that a group has, in the order of MAKERS, and behind "symmetric" the one of two. Collective."""
+    """Makes the backends that a group has, in the order of MAKERS. Collective.
+
+    "symmetric_or_mpi" follows "symmetric".
+    """
     made: dict[str, Backend] = {}
     for make in MAKERS:
         backend = make(resources)

@@ -19,7 +19,7 @@ class Selection:
     """The choices of one group.
 
     backends: all that it has, in the order of preference where no table knows better.
-    measured: tables in place of the defaults, which may be some.
+    measured: tables that replace the defaults, for some operations or all.
     defaults: those of the MPI library; the fallback where they are None.
 
     tables: by operation; the library's own is the last row of each.
@@ -66,7 +66,9 @@ def _choose(
             fits = nbytes <= limit if even else limit == NO_LIMIT
             if fits and name in serving and backends[name].suits(operation, dtype, elements, op, even):
                 return name
-        return next(name for name in serving if name != LIBRARY)
+        others = [name for name in serving if name != LIBRARY]
+        suitable = (name for name in others if backends[name].suits(operation, dtype, elements, op, even))
+        return next(suitable, others[0])
     if requested not in serving:
         raise ArgumentError(f"{operation}: got algorithm {requested!r}; needs one of {', '.join(['auto', *serving])}")
     if op is not None and not backends[requested].reduces(dtype, op):

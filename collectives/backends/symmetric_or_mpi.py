@@ -17,7 +17,10 @@ from .symmetric.operation import Operation
 
 
 def _either(operation: str) -> Callable[..., Call]:
-    """Makes the method that prepares both calls of an operation; where all ranks' arrays lie chooses."""
+    """Makes the method that prepares an operation for both backends.
+
+    At each call the ranks choose one by where all their arrays lie.
+    """
 
     def prepare(self: SymmetricOrLibrary, *arguments: Any) -> Call:
         made: Operation = getattr(self._symmetric, operation)(*arguments)

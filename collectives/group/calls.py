@@ -83,9 +83,10 @@ def inspect_root_array(name: str, array: Any, root: int, rank: int, size: int, *
 
 
 def shortcut(method: Method) -> Method:
-    """A method that prepares and issues an operation, as one that finds it again; itself where there is no C.
+    """Wraps a method so that C finds the operation that an earlier call with the same arguments has prepared.
 
-    Its arguments but for `async_op` and `timeout` are arrays or what an operation depends on.
+    Returns the method itself where there is no C. Every argument except `async_op` and `timeout` must be an array or a
+    value on which the operation depends.
     """
     if compiled is None:
         return method
@@ -151,10 +152,10 @@ class GroupCalls:
         if None in key[1:3]:
             return self._issuer.prepare(operation, self._dispatch.prepare(operation, algorithm, *checked), detail)
         free = [item.unowned() if isinstance(item, Buffer) else item for item in checked]
-        call = self._issuer.prepare(operation, self._dispatch.prepare(operation, algorithm, *free), detail)
+        prepared = self._issuer.prepare(operation, self._dispatch.prepare(operation, algorithm, *free), detail)
         with contextlib.suppress(TypeError):  # an argument that is right and yet no key
-            _keep(self._kept, key, call)
-        return call
+            _keep(self._kept, key, prepared)
+        return prepared
 
     def forget(self) -> None:
         """Forgets all calls: what an array had is now other memory, or may be."""
@@ -165,13 +166,13 @@ class GroupCalls:
         """Keeps an operation under the arguments that it was prepared for, for `shortcut`."""
         _keep(self.shortcuts, key, prepared.at_once)
 
-    def issue(self, call: Prepared, async_op: bool, timeout: Any, arrays: Any) -> Any:
-        """Issues the call, or only prepares it, if that is the timeout."""
+    def issue(self, prepared: Prepared, async_op: bool, timeout: Any, arrays: Any) -> Any:
+        """Issues the operation; returns it as a PreparedOperation, and runs nothing, where timeout is PREPARE_ONLY."""
         if timeout is None and not async_op:
-            return call.at_once(arrays)
+            return prepared.at_once(arrays)
         if timeout is PREPARE_ONLY:
-            return PreparedOperation(self._issuer, call, arrays)
-        return self._issuer.issue_prepared(call, async_op, timeout, arrays)
+            return PreparedOperation(self._issuer, prepared, arrays)
+        return self._issuer.issue_prepared(prepared, async_op, timeout, arrays)
 
     def issue_list(
         self,

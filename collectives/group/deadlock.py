@@ -15,13 +15,15 @@ from .ordered_group import OrderedGroup
 
 
 def deadlocked(here: OrderedGroup, there: OrderedGroup) -> dict[int, str]:
-    """The ranks that this one waits for in `here`, and that wait for it in `there`: their operations. Not collective.
+    """Finds the ranks that this one waits for in `here` and that wait for it in `there`. Not collective.
+
+    Returns the operation of each, by its rank in `there`.
 
     Positions are read one after the other, and a progress thread may be late: only what is found again and again is a
     deadlock.
 
     here: a Communicator in an operation of which this rank is now.
-    there: a Communicator that has the ranks of `here` among its own, by whose numbers the result goes.
+    there: another Communicator, with ranks of `here`.
     """
     groups = here.mpi.Get_group(), there.mpi.Get_group()
     numbers = MPI.Group.Translate_ranks(groups[0], list(range(here.size)), groups[1])

@@ -14,6 +14,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from ..errors import MismatchError, OperationError
 from ..memory.lifetime import keep_for_ever
 from ..messages.message import poll
 from ..runtime import background_errors
@@ -55,8 +56,7 @@ class GroupEnd:
             return
         self._close()
         if sys.exc_info()[0] is None:
-            for work in background_errors.find(self._has_made):
-                work.wait()
+            _raise_first(background_errors.find(self._has_made))
 
     def _has_made(self, work: Any) -> bool:
         """Returns whether an operation or message is of this group or a duplicate of it."""
@@ -69,11 +69,11 @@ class GroupEnd:
             return
         refusal.when_dropped.detach()
         if self._progress.is_stranded():
-            self._leave_open(MPI.REQUEST_NULL, ended=True)
+            self._leave_open("it was closed while an operation that had timed out was still under way", ended=True)
             return
         arrival = MPI.REQUEST_NULL if refusal.failed else parts.for_messages.Ibarrier()
         if sys.exc_info()[0] is not None and not poll(arrival.Test, _CLOSE_AFTER_ERROR):
-            self._leave_open(arrival)
+            self._leave_open("it was closed after an exception, while other ranks were elsewhere", arrival)
             return
         self._drain()
         refusal.close("it was closed")
@@ -96,29 +96,47 @@ class GroupEnd:
             comm.Free()
 
     def _drain(self) -> None:
-        """Returns when what is queued here and in the duplicates has run: parts of one may be operations of another."""
+        """Returns when what is queued here and in the duplicates has run.
+
+        All run before any is closed, as a compound operation of one group may call operations of another.
+        """
         if self._refusal.closed or self._progress.is_stranded():
             return
-        if self._progress.drain_hook is not None:
-            self._progress.drain_hook()
-            self.register_drain_hook(None)
+        hook = self._progress.drain_hook
+        self.register_drain_hook(None)  # also if it raises, so that a second `close` gets past it
+        if hook is not None and not self._refusal.failed:
+            hook()
         for made in self.duplicates:
             made._drain()
         self._progress.drain()
 
-    def _leave_open(self, arrival: MPI.Request, *, ended: bool = False) -> None:
+    def _leave_open(self, why: str, arrival: MPI.Request = MPI.REQUEST_NULL, *, ended: bool = False) -> None:
         """Makes this rank's object unusable and frees nothing, as other ranks are elsewhere and may use the memory.
 
+        why: the reason, in words.
+        arrival: this rank's part in a barrier that the other ranks may still come to.
         ended: a rank that waits for this one, as in its own `close`, hears of it.
         """
-        self._refusal.close("it was closed after an exception, while other ranks were elsewhere")
+        self._refusal.close(why)
         self.register_drain_hook(None)
         for made in self.duplicates:
             made._refusal.when_dropped.detach()
-            made._leave_open(MPI.REQUEST_NULL, ended=ended)
+            made._leave_open(why, ended=ended)
         self._progress.abandon()
         self.parts.messages.channels.drop_queued()
         self._positions.leave(failed=True)
         if ended:
             self._positions.end()
         keep_for_ever((self.parts.dispatch, self.parts.owned_comms, arrival))
+
+
+def _raise_first(failed: list[background_errors.Failed]) -> None:
+    """Raises the error of the first, and counts those of all as told."""
+    errors: list[Exception] = []
+    for work in failed:
+        try:
+            work.wait()
+        except (OperationError, MismatchError) as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

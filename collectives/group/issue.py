@@ -66,7 +66,8 @@ class Issuer:
         self.progress = Progress()
         self.progress.may_sleep = topology.nodes > 1 or topology.fills_cores
         self.progress.pins_thread = topology.fills_cores and not topology.oversubscribed and topology.nodes == 1
-        weakref.finalize(self, self.progress.abandon).atexit = False  # there everything queued is waited for
+        # at the end of the program `progress._finish_what_is_queued` waits for everything queued
+        weakref.finalize(self, self.progress.abandon).atexit = False
         guard = weakref.ref(parts.guard) if parts.guard is not None else lambda: None
         remains = Remains(parts.world, parts.owned_comms, parts.messages.channels, guard)
         self.refusal = Refusal(self.progress, parts.name, when_dropped(self, parts.key, remains))
@@ -116,10 +117,10 @@ class Issuer:
             progress.turn.release()
         return None
 
-    def issue_prepared(self, call: Prepared, async_op: bool, timeout: float | None, arrays: Any) -> Work | None:
+    def issue_prepared(self, prepared: Prepared, async_op: bool, timeout: float | None, arrays: Any) -> Work | None:
         """Issues a prepared operation as `issue` does, or within a timeout."""
         issue = self.issue if timeout is None else self.within(timeout)
-        return issue(call.operation, call.task, call.detail, async_op, arrays)
+        return issue(prepared.operation, prepared.task, prepared.detail, async_op, arrays)
 
     def prepare(self, operation: str, task: Runnable, detail: bytes) -> Prepared:
         """Makes an operation that can be issued again and again.
@@ -208,10 +209,10 @@ class Issuer:
             work.give_up()
             self.progress.stranded = work
             self.positions.leave(failed=True)
-            raise self.refusal.timed_out(late) from None
+            raise self.refusal.give_up_after_timeout(late) from None
 
     def next_number(self) -> int:
-        """The number of the next operation that is issued here."""
+        """Returns the number of the next operation; raises, as `hand_in`, where the group cannot be used."""
         self.refusal.check("hand_in")
         return self.issued + 1
 
@@ -240,8 +241,8 @@ class Issuer:
     def _run_queued(self, operation: str, number: int, task: Plain, detail: bytes, async_op: bool, arrays: Any) -> None:
         """Runs an operation in its turn. arrays: to be kept alive until then.
 
-        A MismatchError of an asynchronous operation makes the communicator unusable: each rank must find the same
-        before the same operation, and when a rank waits for the error is up to its program.
+        After a MismatchError of an asynchronous operation every rank refuses the same later operations: ranks wait for
+        the error at different times, and one that went on would wait for the others.
         """
         try:
             self._run(operation, number, task, detail, arrays, queued=True)
@@ -274,4 +275,4 @@ class Issuer:
         raise raised
 
     def _name(self, operation: str, number: int) -> str:
-        return f"{operation} (operation {number} of {self.parts.called})"
+        return f"{operation} (operation {number} of {self.parts.rank_in_words})"

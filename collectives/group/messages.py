@@ -1,4 +1,4 @@
-"""Messages between the ranks of a group, as users call them; `messages` carries them out."""
+"""Messages between the ranks of a group, as users call them; `collectives.messages` carries them out."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def _unusable_if_cut_short(method: _Method) -> _Method:
         try:
             return method(self, *args, **kwargs)
         except WorkTimeout as late:
-            raise self._refusal.timed_out(late) from None
+            raise self._refusal.give_up_after_timeout(late) from None
         except (KeyboardInterrupt, SystemExit):
-            self._refusal.interrupted(method.__name__)
+            self._refusal.give_up_after_interrupt(method.__name__)
             raise
 
     return called  # type: ignore[return-value]
@@ -37,11 +37,11 @@ def _unusable_if_cut_short(method: _Method) -> _Method:
 class GroupMessages(OrderedGroup):
     """A group whose ranks send each other messages. Messages do not queue behind collectives.
 
-    Messages from one rank to another with one tag meet receives in the order in which both are posted. Those from any
-    rank take part in that order.
+    Messages from one rank to another with one tag meet receives in the order in which both are posted. A receive
+    from any rank has its place in that order.
 
     timeout: of `send`, `recv` and `sendrecv`; seconds, after which OperationTimeout is raised and the communicator
-    cannot be used any more, as the message may still come to the array. Of `probe` it leaves all as it was.
+    cannot be used any more, as the message may still come to the array. After a timeout of `probe` nothing has changed.
     """
 
     @_unusable_if_cut_short

@@ -104,7 +104,8 @@ class GroupObjects(GroupMessages):
     def recv_object(self, source: int | None = None, tag: int = 0, *, timeout: float | None = None) -> tuple[Any, int]:
         """The value of the next message of the tag from a rank, or from any (None), and its sender.
 
-        timeout: WorkTimeout if no message has come by then, which leaves all as it was.
+        timeout: seconds. WorkTimeout if no message has come by then, which leaves all as it was. OperationTimeout if a
+            message has come and its elements are not complete by then; the communicator cannot be used any more.
 
         Raises OperationError if the message is an array of another dtype than uint8, which is then still to be
         received, or cannot be unpickled.

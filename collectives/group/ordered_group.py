@@ -11,11 +11,10 @@ which derives from these.
 
 from __future__ import annotations
 
-import os
-
 from mpi4py import MPI
 
 from ..process.forked import refuse_if_forked
+from ..runtime.watchdog import abort_job
 from .calls import GroupCalls
 from .end import GroupEnd
 from .issue import Issuer
@@ -60,16 +59,15 @@ class OrderedGroup:
         nothing was sent for end with an OperationError.
 
         While an exception is handled, as in a `finally` block, it waits two seconds for the other ranks. If they do not
-        come it frees nothing, so that the exception goes on and ends the job.
+        come it frees nothing, so that the exception goes on and ends the job. Where an operation has timed out and is
+        still under way after two seconds, it frees nothing.
 
-        Raises, once all is freed, the error of an asynchronous operation or message that no `wait` has raised; while an
-        exception is handled that is left to the end of the program, which then fails.
+        Raises, once all is freed, the first error of an asynchronous operation or message that no `wait` has raised;
+        while an exception is handled that is left to the end of the program, which then fails.
         """
         self._end.close()
 
     def abort(self, status: int = 1) -> None:
         """Ends all processes of the job at once with an exit status. Does not return. From any thread."""
         refuse_if_forked("abort")
-        if MPI.Query_thread() < MPI.THREAD_SERIALIZED and not MPI.Is_thread_main():
-            os._exit(status)  # mpirun then ends the other ranks
-        self.mpi.Abort(status)
+        abort_job(status)

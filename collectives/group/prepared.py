@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .issue import Issuer, Prepared
 
 PREPARE_ONLY = object()  # as timeout=: prepare the operation and do not run it
-PREPARED = (*ALGORITHMS, "barrier")  # what `Communicator.prepare` takes
+PREPARABLE = (*ALGORITHMS, "barrier")  # what `Communicator.prepare` takes
 
 
 class PreparedOperation:

@@ -39,7 +39,11 @@ class Refusal:
         _alive.add(self)
 
     def check(self, operation: str, queued: bool = False) -> None:
-        """Raises where the group cannot be used. queued: in the progress thread, where no call raises it yet."""
+        """Raises where the group cannot be used.
+
+        queued: called in the progress thread; an earlier error in the background then stays noted until a call of the
+            program raises it.
+        """
         if self.why:
             if not queued:
                 background_errors.clear(self._progress)  # the refusal says why
@@ -51,12 +55,12 @@ class Refusal:
         self.why, self.failed = why, True
         self.when_dropped.detach()  # MPI may still be at work in it
 
-    def timed_out(self, late: WorkTimeout) -> OperationTimeout:
+    def give_up_after_timeout(self, late: WorkTimeout) -> OperationTimeout:
         """Gives the group up after a wait that has timed out, and returns the error that says so."""
         self.give_up(f"{late}, its timeout")
         return OperationTimeout(f"{late}, its timeout; the communicator cannot be used any more")
 
-    def interrupted(self, operation: str) -> None:
+    def give_up_after_interrupt(self, operation: str) -> None:
         """Gives the group up: an interrupt has left a message of which no call knows any more."""
         self.give_up(f"{operation} was interrupted, and its message may still come or go")
 

@@ -40,7 +40,7 @@ class GroupParts:
     owned_comms: those that are made for the group, to be freed with it; more may be added.
     for_messages: one of them, for messages alone.
     name: may be empty.
-    called: what errors call this rank's place in the group.
+    rank_in_words: this rank and its group, as errors name them.
     is_debugging: whether the ranks compare each operation before it begins.
     dispatch: what carries operations out.
     messages: what sends and receives.
@@ -53,7 +53,7 @@ class GroupParts:
     owned_comms: list[MPI.Intracomm]
     for_messages: MPI.Intracomm
     name: str
-    called: str
+    rank_in_words: str
     is_debugging: bool
     dispatch: Dispatch
     messages: Messages
@@ -106,14 +106,17 @@ def set_up(
     with freed_if_it_fails(owned_comms):
         dispatch.selection = _select(dispatch, given, make)
     world, named = world_ranks(given), reported_ranks(given)
-    called = f"{group_name(named, MPI.COMM_WORLD.size, name)}, rank {named[given.rank]} of {MPI.COMM_WORLD.size}"
+    size = MPI.COMM_WORLD.size
+    rank_in_words = f"{group_name(named, size, name)}, rank {named[given.rank]} of {size}"
     key = world[0], number
     guard: Guard | None = None
     if given.size > 1 and limit < inf:
         seen = list(topology.members) if positions.shared else [given.rank]
         guard = Guard(for_messages, positions, seen, named, limit, name=name, group=key)
         watch(guard)
-    return GroupParts(given, owned_comms, for_messages, name, called, debugging, dispatch, messages, world, key, guard)
+    return GroupParts(
+        given, owned_comms, for_messages, name, rank_in_words, debugging, dispatch, messages, world, key, guard
+    )
 
 
 _numbers = itertools.count()
@@ -139,7 +142,8 @@ def _select(dispatch: Dispatch, mpi: MPI.Intracomm, make: Callable[[MPI.Intracom
 
         return known(topology.layout) if is_on() else {}
 
-    measured = dispatch.comm.bcast(_agreed(mpi, kept))
+    # Rank 0's defaults too: where ranks disagree on whether the part in C is there, so do their own.
+    measured, defaults = dispatch.comm.bcast((_agreed(mpi, kept), defaults))
     if measured is None:
         from ..calibration import calibrate
 

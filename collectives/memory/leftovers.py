@@ -18,16 +18,16 @@ _MPICH_FILES = re.compile(r" (/dev/shm/mpich_shm_\w+)( \(deleted\))?$", re.MULTI
 _OPEN_MPI_FILES = re.compile(r" (/dev/shm/sm_segment\.\S+)( \(deleted\))?$", re.MULTILINE)
 
 
-def mapped(process: int | str = "self", needed: bool = False) -> dict[str, bool]:
-    """Files that MPICH has mapped into a process, and whether they still have their names; empty where it is unknown.
+def mapped(process: int | str = "self", open_mpi: bool = False) -> dict[str, bool]:
+    """Lists the files of the MPI library's shared memory that a process has mapped, and whether they have their names.
 
-    needed: also Open MPI's.
+    open_mpi: also those of Open MPI.
     """
     try:
         text = Path(f"/proc/{process}/maps").read_text()
     except OSError:
         return {}
-    found = _MPICH_FILES.findall(text) + (_OPEN_MPI_FILES.findall(text) if needed else [])
+    found = _MPICH_FILES.findall(text) + (_OPEN_MPI_FILES.findall(text) if open_mpi else [])
     return {path: not gone for path, gone in found}
 
 

@@ -65,7 +65,10 @@ class Pages:
         return torch.frombuffer(view, dtype=dtype)
 
     def claim(self) -> bool:
-        """Returns whether no other process that shares the memory has called this yet, and is still there."""
+        """Takes a lock that one process holds until it ends; returns whether this one has it.
+
+        Private memory: always True.
+        """
         if self.file < 0:
             return True
         try:

@@ -247,8 +247,19 @@ class Allocator:
         return made
 
     def _warn(self, what: str, reason: str) -> None:
+        """Warns on rank 0. Collective.
+
+        Where warnings are errors it raises this one on all ranks, as the others would wait for one that has left.
+        """
+        raised: Warning | None = None
         if self._rank == 0:
-            warnings.warn(f"{what}: {reason}", RuntimeWarning, stacklevel=2)
+            try:
+                warnings.warn(f"{what}: {reason}", RuntimeWarning, stacklevel=2)
+            except RuntimeWarning as warning:
+                raised = warning
+        raised = self._node.bcast(raised)
+        if raised is not None:
+            raise raised
 
     def _register(self, memory: SharedMemory) -> None:
         with self._changing:

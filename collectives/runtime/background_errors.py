@@ -1,6 +1,6 @@
 """Operations and messages that have failed in the background, and whose errors no `wait` has raised yet.
 
-`Communicator.close` raises it. At the end of the program it ends the job (`progress`), so that no failure goes unsaid.
+`Communicator.close` raises such an error; one that is left at the end of the program ends the job (`progress`).
 """
 
 from __future__ import annotations

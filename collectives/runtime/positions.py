@@ -69,7 +69,7 @@ class Position:
     queued: it runs in the progress thread, and the program may go on meanwhile.
     failed: it was left by an exception.
     detail: what it works with, which must fit on all ranks, in words that follow the operation; may be empty.
-    waits: the messages that it has waited for.
+    waits: how many waits for messages it has begun.
     message: "send", "recv" or "probe", with `peer` (may be ANY), if it is waiting for one.
     beat: how often its watchdog has looked.
     place, phase: what its program does (`program`). At the end of its program `peer` is the status with which it exits,
@@ -289,7 +289,7 @@ def words(text: str) -> bytes:
 
 
 def _filled(text: str, nbytes: int) -> bytes:
-    return text.encode()[:nbytes].ljust(nbytes, b"\0")
+    return text.encode(errors="replace")[:nbytes].ljust(nbytes, b"\0")
 
 
 def _text(memory: SharedMemory | bytearray | bytes, start: int, nbytes: int) -> str:

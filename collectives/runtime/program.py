@@ -24,6 +24,12 @@ def describe_program(*, place: Words | None = None, phase: Words | None = None) 
 
 
 def described() -> tuple[str, str]:
-    """The place and the phase; empty where the program has given none."""
-    place, phase = (_asked[name]() if name in _asked else "" for name in ("place", "phase"))
-    return place, phase
+    """The place and the phase; empty where the program has given none, or its function raises."""
+    return _words_of("place"), _words_of("phase")
+
+
+def _words_of(name: str) -> str:
+    try:
+        return _asked[name]() if name in _asked else ""
+    except Exception:  # the watchdog goes on, whatever the program's function does
+        return ""

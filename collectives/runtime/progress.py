@@ -258,7 +258,7 @@ def _finish_what_is_queued() -> None:
     mark_end(of_all=False)
     for progress in to_drain:
         if progress.drain_hook is not None and not MPI.Is_finalized():
-            with contextlib.suppress(OperationError):  # of a group that has failed, as has been said
+            with contextlib.suppress(OperationError, MismatchError):  # of a group that has failed, as has been said
                 progress.drain_hook()
         progress.close()
     _end_with_failed_operations()

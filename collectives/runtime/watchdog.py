@@ -21,6 +21,7 @@ has not looked for long itself was stopped, maybe with the whole job, and does n
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -363,15 +364,17 @@ def report(
 
 
 def print_to_stderr(text: str) -> None:
-    """Writes to the error output, after what the program has written."""
-    sys.stdout.flush()
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    """Writes to the error output, after what the program has written. Raises nothing: the job is about to end."""
+    with contextlib.suppress(Exception):  # closed, or without a reader
+        sys.stdout.flush()
+    with contextlib.suppress(Exception):
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def abort_job(status: int) -> None:
     """Ends all processes of the job at once. From any thread."""
-    if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+    if MPI.Query_thread() == MPI.THREAD_MULTIPLE or MPI.Is_thread_main():
         MPI.COMM_WORLD.Abort(status)
     os._exit(status)  # mpirun then ends the other ranks
 

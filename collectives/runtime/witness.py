@@ -90,7 +90,7 @@ class Witness:
     """The other side: keeps the pages of one job, by its token. To `look` now and then, and once after its end.
 
     processes: node and process number of each rank, as far as messages have told them; kept.
-    pages: of the groups; the first is of the world.
+    pages: of the groups, in the order of arrival.
     inbox: where messages come; None where there can be none.
     """
 
@@ -105,7 +105,13 @@ class Witness:
             if not self._take(received) and received.file is not None:
                 os.close(received.file)
             if len(self.pages) > KEPT_PAGES:
-                os.close(self.pages.pop(1).file)  # the first is of the world
+                self._drop_one()
+
+    def _drop_one(self) -> None:
+        """Drops the oldest page but for the first of the largest group, which is that of the world if it has come."""
+        kept = max(self.pages, key=lambda page: len(page.world))
+        place = next(place for place, page in enumerate(self.pages) if page is not kept)
+        os.close(self.pages.pop(place).file)
 
     def _take(self, received: Received) -> bool:
         """Takes one message; returns whether it keeps the file."""

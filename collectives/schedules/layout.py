@@ -90,7 +90,10 @@ class RoundCost:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The messages from one rank to another, where one node stands for all from any rank in its place."""
+    """The messages from one rank to another.
+
+    Where one node is simulated for all, those of every pair of ranks in the same relative place.
+    """
 
     source: int
     destination: int
@@ -100,14 +103,15 @@ class Link:
 # A step as far as its price goes: what it does, its peer (-1: none), chunks.
 _Steps = tuple[tuple[Kind, int, int], ...]
 _Costs = tuple[_Steps, ...]
-# The number of a peer as the first node sees it (peer, its rank's node's first rank), modulo p; and back.
+# Two functions of (peer, first rank of the sender's node), modulo p: the peer as the first node would see it; and the
+# inverse.
 _Shift = tuple[Callable[[int, int], int], Callable[[int, int], int]]
 
 
 class ScheduleLayout:
     """A schedule's rounds on a cluster, as far as they cost anything.
 
-    followed: how many ranks have to be followed: all, a node's, or one.
+    simulated_ranks: how many ranks have to be simulated: all, a node's, or one.
     programs: their rounds.
     channels: pairs of ranks with messages, as `Send.channel` numbers them.
     ports: how many ports messages queue at.
@@ -134,18 +138,18 @@ class ScheduleLayout:
         # Ranks that move together: those of a node, or a single one where all are equally far from each other.
         self._unit = 1 if self._node in (1, schedule.ranks) else self._node
         symmetric = self._symmetry() if symmetry else None
-        self.followed = self._unit if symmetric else schedule.ranks
+        self.simulated_ranks = self._unit if symmetric else schedule.ranks
         self._channels: dict[tuple[int, int], int] = {}
         self._ports: dict[tuple[str, int], int] = {}
         self.programs = self._lay_out(*symmetric or (None, None))
         self.ports = len(self._ports)
         self.channels = [
-            Link(source, destination % self.followed, self._places[source][0] != self._places[destination][0])
+            Link(source, destination % self.simulated_ranks, self._places[source][0] != self._places[destination][0])
             for source, destination in self._channels
         ]
 
     def _symmetry(self) -> tuple[_Shift, list[_Costs]] | None:
-        """The shift by which programs repeat, and those of the ranks that are followed; None if they do not."""
+        """The shift by which programs repeat, and those of the ranks that are simulated; None if they do not."""
         ranks, unit = self.schedule.ranks, self._unit
         if ranks % unit or ranks == unit:
             return None
@@ -173,16 +177,16 @@ class ScheduleLayout:
                 return None
         return shifts[0]
 
-    def _lay_out(self, shift: _Shift | None, followed_costs: list[_Costs] | None) -> list[list[RoundCost]]:
+    def _lay_out(self, shift: _Shift | None, simulated_costs: list[_Costs] | None) -> list[list[RoundCost]]:
         programs: list[list[RoundCost]] = []
         known: dict[RoundCost, RoundCost] = {}
         total = 0
-        for rank in range(self.followed):
-            costs = followed_costs[rank] if followed_costs else _costs_of(self.schedule, rank)
+        for rank in range(self.simulated_ranks):
+            costs = simulated_costs[rank] if simulated_costs else _costs_of(self.schedule, rank)
             rounds = [self._round(rank, steps, shift) for steps in costs]
             programs.append([known.setdefault(one, one) for one in rounds])
             total += len(rounds)
-            if total * self.followed > _SIMULATED_ROUNDS * (rank + 1):
+            if total * self.simulated_ranks > _SIMULATED_ROUNDS * (rank + 1):
                 s = self.schedule
                 raise ArgumentError(
                     f"price: {s.name} {s.operation} on {s.ranks} ranks has about {total // (rank + 1) * s.ranks} "

@@ -13,11 +13,14 @@ Data lies in three buffers, each cut into numbered chunks:
 
 and the steps are
 
-    send(buffer, chunks, peer)      the chunks are sent to `peer`
-    recv(buffer, chunks, peer)      the chunks are overwritten by what `peer` sends
-    reduce(chunks, peer)            work[chunks] = work[chunks] (op) what `peer` sends from its work
-    copy(source, target)            local: one chunk run to another
-    finish(chunks)                  local: out[chunks] = the finished work[chunks] (averaged, rounded to the dtype)
+    send(chunks, peer)              the chunks are sent to `peer`
+    recv(chunks, peer)              the chunks are overwritten by what `peer` sends
+    reduce(start, stop, peer)       work[start:stop] = work[start:stop] (op) what `peer` sends from its work
+    copy(source, target)            local: one run of chunks to another
+    finish(start, stop)             local: out[start:stop] = the finished work[start:stop] (averaged, rounded to the
+                                    dtype)
+
+where `chunks` are a run of one buffer.
 
 Within a round everything happens at once, so no step may write what another one reads or writes, except in two cases:
 
@@ -133,7 +136,7 @@ class Schedule:
     operation: the collective that it computes, e.g. "all_reduce".
     chunks: into how many chunks the data is cut.
     root: of rooted operations, else 0.
-    rounds_of: a rank's program; called once per rank and kept (`program`).
+    rounds_of: makes a rank's rounds; `program` keeps the last ones that it made.
     pieces: chunks that each rank's part is cut into, where parts belong to ranks; chunks is then ranks * pieces.
     work: in movements, chunks of the work buffer, each with room for the largest chunk of in; 0: cut as in and out are.
     In reductions 2 * chunks, if work has a second half: its chunk chunks + c is as large as chunk c.

@@ -45,7 +45,7 @@ class Job:
 
     def __init__(self, command: Sequence[str], newest_checkpoint: str | None = None) -> None:
         self.token = secrets.token_hex(8)
-        # Until when each process is looked at, which is no rank so far; those that ran before the job are none of it.
+        # Processes that are no rank so far, and until when each is looked at; those older than the job never are.
         self._non_ranks = dict.fromkeys(_processes(), -math.inf)
         self._ranks_without_memory: set[int] = set()  # ranks of which no memory of the MPI library has been seen yet
         self._segments: set[str] = set()  # files that ranks have mapped, and so the job's own
@@ -103,7 +103,7 @@ class Job:
                 until = now + _MAY_BECOME_RANK_S  # a launcher: it may start ranks at any time
             self._non_ranks[pid] = until
         for pid in list(self._ranks_without_memory):
-            if files := mapped(pid, needed=True):
+            if files := mapped(pid, open_mpi=True):
                 self._ranks_without_memory.discard(pid)
                 self._segments.update(path for path, named in files.items() if named)
         return self._process.poll()

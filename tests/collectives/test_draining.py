@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from collectives import Communicator
+from collectives import Communicator, OperationError
 from collectives.draining import exempt_from_watchdog, register_drain_hook
 
 pytestmark = pytest.mark.mpi
@@ -35,6 +35,43 @@ def test_a_drain_hook_can_be_taken_back(comm: Communicator) -> None:
     register_drain_hook(group, None)
     group.close()
     assert (x == 1).all()
+
+
+@pytest.mark.parametrize("fails", ["group", "duplicate"])
+def test_a_group_is_closed_though_its_drain_hook_can_no_longer_run(comm: Communicator, fails: str) -> None:
+    group = comm.duplicate()
+    inner = group.duplicate()
+    failed, ran = group if fails == "group" else inner, []
+
+    def fail() -> None:
+        raise FloatingPointError("deliberate")
+
+    def hook() -> None:
+        ran.append(1)
+        failed.barrier()
+
+    register_drain_hook(failed, hook)
+    with pytest.raises(FloatingPointError):
+        failed.compound("step", fail)
+    group.close()
+    assert not ran
+    for closed in (group, inner):
+        with pytest.raises(OperationError, match="it was closed"):
+            closed.barrier()
+
+
+def test_a_drain_hook_that_raises_is_not_run_again(comm: Communicator) -> None:
+    group = comm.duplicate()
+
+    def hook() -> None:
+        raise FloatingPointError("deliberate")
+
+    register_drain_hook(group, hook)
+    with pytest.raises(FloatingPointError):
+        group.close()
+    group.close()
+    with pytest.raises(OperationError, match="it was closed"):
+        group.barrier()
 
 
 def test_the_watchdog_sees_no_wait_of_a_rank_that_is_exempt(comm: Communicator) -> None:

@@ -105,7 +105,7 @@ def test_one_node_stands_for_all_without_a_difference(operation: str, name: str)
             for ports in (1, 2):
                 cluster = replace(CLUSTER, ranks_per_node=node, ports=ports)
                 short, full = (Pricing(schedule(operation, name, p), cluster, symmetry=s) for s in (True, False))
-                assert full.followed == p
+                assert full.simulated_ranks == p
                 assert short.seconds(N) == full.seconds(N), (p, cluster)
 
 
@@ -122,15 +122,15 @@ def test_one_node_stands_for_all_where_many_messages_come_to_a_port_at_once(node
 
     made, cluster = Schedule("flood", "all_reduce", 12, 11, rounds), replace(CLUSTER, ranks_per_node=node, ports=ports)
     short, full = (Pricing(made, cluster, symmetry=s) for s in (True, False))
-    assert (short.followed, full.followed) == (node, 12)
+    assert (short.simulated_ranks, full.simulated_ranks) == (node, 12)
     assert short.seconds(N) == full.seconds(N)
 
 
 @pytest.mark.parametrize(("operation", "name"), [("all_reduce", "ring"), ("all_to_all", "pairwise")])
 def test_equal_nodes_are_followed_on_one_node_only(operation: str, name: str) -> None:
     made = schedule(operation, name, 32)
-    assert [Pricing(made, replace(CLUSTER, ranks_per_node=n)).followed for n in (1, 4, 32, 64)] == [1, 4, 1, 1]
-    assert Pricing(made, replace(CLUSTER, ranks_per_node=5)).followed == 32  # the last node is not full
+    assert [Pricing(made, replace(CLUSTER, ranks_per_node=n)).simulated_ranks for n in (1, 4, 32, 64)] == [1, 4, 1, 1]
+    assert Pricing(made, replace(CLUSTER, ranks_per_node=5)).simulated_ranks == 32  # the last node is not full
 
 
 def exchanges(rank: int) -> list[Round]:
@@ -142,7 +142,7 @@ def exchanges(rank: int) -> list[Round]:
 def test_nodes_are_equal_by_exclusive_or() -> None:
     made = Schedule("exchanges", "all_reduce", 16, 1, exchanges)
     short, full = (Pricing(made, CLUSTER, symmetry=s) for s in (True, False))
-    assert (short.followed, full.followed) == (4, 16)
+    assert (short.simulated_ranks, full.simulated_ranks) == (4, 16)
     assert short.seconds(N) == full.seconds(N)
     # In each of the two far rounds the four ranks of a node send through its one port.
     near, far = ALPHA + N * (BETA + GAMMA), FAR_ALPHA + N * (FAR_BETA + GAMMA)
@@ -155,7 +155,7 @@ def test_one_rank_that_differs_is_seen() -> None:
         program = exchanges(rank)
         return [*program[:3], program[3][::-1]] if rank == 11 else program
 
-    assert Pricing(Schedule("exchanges", "all_reduce", 16, 1, rounds), CLUSTER).followed == 16
+    assert Pricing(Schedule("exchanges", "all_reduce", 16, 1, rounds), CLUSTER).simulated_ranks == 16
 
 
 @pytest.mark.parametrize("p", [512, 4096])

@@ -12,14 +12,13 @@ from ...base.partition import even_counts
 from ...base.reduction import PREFIXES, BoundCall, Reduction
 from ...memory.peer_memory import PeerMemory
 from ...memory.shared_memory import Allocator, SharedMemory
-from ..meeting import Entry, Meeting, Meetings, Ranges
+from ..meeting import UNEVEN, Entry, Meeting, Meetings, Ranges
 from .processor import Calls, Processor
 from .staging import Staging
 
 Array = np.ndarray[Any, Any]
 
 
-_UNEVEN = ("all_to_all", "gather", "scatter")  # of which each rank may have another size
 _SMALL = 64 << 10  # bytes of an operation; larger ones have a scratch of their own, which many groups never need
 
 
@@ -73,7 +72,7 @@ class Group:
 
     def staging_of(self, entry: Entry) -> Staging:
         """Returns the scratch that an operation takes if it is staged; the same on all ranks."""
-        is_small = entry.elements * DTYPES[entry.dtype].itemsize <= _SMALL and entry.operation not in _UNEVEN
+        is_small = entry.elements * DTYPES[entry.dtype].itemsize <= _SMALL and entry.operation not in UNEVEN
         return self._small_staging if is_small else self._staging
 
     def may_stage(self, operation: str, nbytes: int, *, symmetric: bool) -> bool:

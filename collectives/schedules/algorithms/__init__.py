@@ -13,15 +13,16 @@ log2 p is rounded up. P: the pieces that each half of the data is cut into (`dou
 | ring, ring_bidirectional | all_reduce | 2 (p - 1) | 2 n (p - 1) / p |
 | ring, ring_bidirectional | reduce_scatter, all_gather | p - 1 | n (p - 1) / p |
 | tree | all_reduce | 2 log2 p | at most n log2 p |
-| tree | broadcast, reduce, gather, scatter | log2 p | at most n log2 p |
+| tree | broadcast, reduce | log2 p | at most n log2 p |
+| tree | gather, scatter | log2 p (root not 0: at most 2 more) | at most n log2 p |
 | recursive_doubling | all_reduce | log2 p (p no power of two: 1 more) | at most n (1 + log2 p) |
 | recursive_doubling | all_gather | log2 p | n (p - 1) / p |
 | halving_doubling | all_reduce | 2 log2 p | 2 n (p - 1) / p |
 | halving_doubling | reduce_scatter | log2 p | n (p - 1) / p |
 | bruck | all_gather | log2 p | n (p - 1) / p |
 | bruck | all_to_all (the same cuts on all ranks) | log2 p | about n / 2 log2 p |
-| double_tree | all_reduce | at most P + 2 log2 p + 1 | at most 2 n |
-| double_tree | broadcast, reduce | at most P + log2 p | at most n |
+| double_tree | all_reduce | at most P + 2 log2 p - 1 | at most 2 n |
+| double_tree | broadcast, reduce | at most P + log2 p - 1 | at most n |
 | tree | scan | at most 2 log2 p | at most n log2 p |
 | tree | exscan | at most 1 + 2 log2 p | at most n (1 + log2 p) |
 | pairwise | all_to_all | p - 1 | n (p - 1) / p |

@@ -1,4 +1,4 @@
-"""Double binary tree: two trees at once, each for half of the data, pipelined: log2 p latency and full bandwidth.
+r"""Double binary tree: two trees at once, each for half of the data, pipelined: log2 p latency and full bandwidth.
 
 In one binary tree half of the ranks are leaves, which receive and never send. The second tree makes the leaves of the
 first its inner nodes, so that with half of the data in each every rank sends and receives about n bytes a direction.
@@ -6,9 +6,9 @@ first its inner nodes, so that with half of the data in each every rank sends an
     root 0, 7 ranks         0                           0
                             |                           |
                             4                           3
-                          /   \\                       /   \\
+                          /   \                       /   \
                          2     6                     5     1
-                        / \\   /                     / \\     \\
+                        / \   /                     / \     \
                        1   3 5                     6   4     2
 
 The root stands above both trees; the other m = p - 1 nodes are numbered from 1 so that odd ones are leaves of the
@@ -16,9 +16,9 @@ first tree (in-order numbering); in the second, node v stands where m + 1 - v st
 
 Each half is cut into `pieces`. Every message has a time: piece i goes down from a node at depth d at time d + i, and
 up to it in the reverse order. A rank's rounds are its messages by time, so that it passes piece i on while it
-receives piece i + 1, and no round waits for a later one. An all-reduce sends each piece down as soon as it is complete
-at the root: pieces + 2 (log2 p + 1) rounds (Sanders, Speck and Traeff 2009, "Two-tree algorithms for full bandwidth
-broadcast, reduction and scan").
+receives piece i + 1, and no round waits for a later one: at most pieces + log2 p - 1 rounds, log2 p rounded up. An
+all-reduce sends each piece down as soon as it is complete at the root: at most pieces + 2 log2 p - 1 rounds (Sanders,
+Speck and Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan").
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _schedule(operation: str, ranks: int, root: int, cut: int, *, up: bool, down
         ranks,
         2 * cut,
         lambda rank: _rounds(rank, ranks, root, cut, up=up, down=down),
-        0 if up and down else root,
+        root,
     )
 
 
@@ -129,6 +129,6 @@ def reduce_to_root(ranks: int, root: int = 0, cut: int = 1) -> Schedule:
     return _schedule("reduce", ranks, root, cut, up=True, down=False)
 
 
-def all_reduce(ranks: int, root: int = 0, cut: int = 1) -> Schedule:
-    """Reduces to rank 0 and broadcasts from there; some pieces go down while others go up."""
-    return _schedule("all_reduce", ranks, root, cut, up=True, down=True)
+def all_reduce(ranks: int, cut: int = 1) -> Schedule:
+    """Reduces to rank 0 and broadcasts from there; some pieces go down while others go up. cut: pieces of each half."""
+    return _schedule("all_reduce", ranks, 0, cut, up=True, down=True)

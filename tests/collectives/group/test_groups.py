@@ -12,6 +12,8 @@ import pytest
 from mpi4py import MPI
 
 from collectives import ArgumentError, Communicator, OperationError
+from collectives.backends.tables import NO_LIMIT
+from collectives.group import setup
 from collectives.runtime import dropped
 
 pytestmark = pytest.mark.mpi
@@ -199,6 +201,17 @@ def test_closing_twice_does_nothing_and_a_closed_one_says_so(comm: Communicator)
             make()
     with pytest.raises(ArgumentError, match=r"mpi: got MPI\.COMM_NULL.*closed"):
         Communicator(group.mpi)
+
+
+def test_auto_goes_by_the_defaults_of_rank_0(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank without the part in C would have other ones."""
+    defaults = {"all_reduce": ((NO_LIMIT, "tree" if comm.rank else "ring"),)}
+    monkeypatch.setattr(setup, "default_tables", lambda *_: defaults)
+    monkeypatch.setenv("MPIDL_DEBUG", "1")  # it compares the algorithms
+    with Communicator() as group:
+        x = np.ones(100)
+        group.all_reduce(x)
+        assert (x == comm.size).all()
 
 
 def test_ranks_are_translated_between_groups(comm: Communicator) -> None:

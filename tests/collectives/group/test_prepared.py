@@ -14,7 +14,7 @@ import torch
 from collectives import ArgumentError, ArgumentTypeError, Communicator, OperationError
 from collectives.base import buffers
 from collectives.group import calls
-from collectives.group.prepared import PREPARED
+from collectives.group.prepared import PREPARABLE
 
 
 def arguments_of(operation: str, comm: Communicator, filled: Any) -> tuple[list[Any], Any]:
@@ -35,7 +35,7 @@ def arguments_of(operation: str, comm: Communicator, filled: Any) -> tuple[list[
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("operation", PREPARED)
+@pytest.mark.parametrize("operation", PREPARABLE)
 def test_a_prepared_operation_does_what_the_method_does(comm: Communicator, operation: str) -> None:
     def numbers(elements: int) -> torch.Tensor:
         return torch.arange(elements, dtype=torch.float32) + comm.rank

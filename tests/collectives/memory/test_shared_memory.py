@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -110,6 +111,21 @@ def test_a_file_has_no_name_before_memory_is_reserved(
     monkeypatch.setattr(os, "posix_fallocate", look)
     getattr(comm, kind)(10_000, np.float32)
     assert names == ([] if kind == "shared" and comm.local_rank else [0])
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.one_node
+def test_a_warning_that_is_an_error_is_one_on_all_ranks(
+    comm: Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that no rank waits for one that has left."""
+    group = comm.duplicate()
+    monkeypatch.setenv("MPIDL_SHM_DIR", str(tmp_path / "missing"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="which is slower"):
+            group.empty(10, np.float32)
+    group.close()
 
 
 @pytest.mark.thorough

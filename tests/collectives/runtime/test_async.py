@@ -353,6 +353,43 @@ def test_a_failure_that_nothing_waits_for_fails_the_job(mpirun: Callable, tmp_pa
     assert ("Traceback" if end else "rank 1 of 2 ends the job: ") in done.stderr
 
 
+AFTER_MISMATCH = """
+from collectives.draining import register_drain_hook
+for group in (comm, other := comm.duplicate()):
+    register_drain_hook(group, lambda group=group: print(group.barrier(), "is drained"))
+try:
+    comm.all_reduce(np.ones(4 + comm.rank), async_op=True).wait()
+except MismatchError:
+    pass
+"""
+
+
+def test_a_drain_hook_of_a_group_with_a_mismatch_stops_nothing_at_the_end(mpirun: Callable, tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(f"{NOT_WAITED_FOR}\n{AFTER_MISMATCH}")
+    done = mpirun(2, path, timeout=60, MPIDL_DEBUG="1")
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    assert done.stdout.count("is drained") == 2
+
+
+@pytest.mark.mpi
+def test_close_tells_of_one_failure_and_leaves_none_for_the_end(comm: Communicator) -> None:
+    group = comm.duplicate()
+    inner = group.duplicate()
+
+    def fail(words: str) -> None:
+        raise ValueError(words)
+
+    works = [made.compound("step", partial(fail, words), async_op=True) for made, words in ((group, "a"), (inner, "b"))]
+    for work in works:
+        while not work.is_completed():
+            pass
+    with pytest.raises(OperationError, match=r"step .* failed: [ab]$"):
+        group.close()
+    assert not background_errors.find()
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("how", ["waited for", "refused", "closed", "closed in an exception"])
 def test_a_failure_is_told_until_the_program_has_been_told(comm: Communicator, how: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,9 @@ import pytest
 
 from collectives.base.buffers import inspect
 from collectives.group.details import describe_arrays, describe_list
+from collectives.runtime import program
 from collectives.runtime.positions import ANY, END, Position, Positions, words
-from collectives.runtime.watchdog import report
+from collectives.runtime.watchdog import print_to_stderr, report
 
 
 @pytest.mark.parametrize(
@@ -107,3 +110,27 @@ def test_what_a_program_does_is_on_its_page() -> None:
     page.beat("", "x" * 1000)
     assert page.all()[page.rank].phase.startswith("xxx")
     assert page.all()[0].phase == ""
+
+
+def test_a_program_that_cannot_be_described_does_not_end_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> str:
+        raise KeyError("deliberate")
+
+    monkeypatch.setattr(program, "_asked", {})
+    program.describe_program(place=fails, phase=lambda: "in step \ud800 4")
+    place, phase = program.described()
+    assert (place, phase) == ("", "in step \ud800 4")
+    page = Positions(bytearray(Positions.nbytes(1)), 0, 1)
+    page.beat(place, phase)
+    assert page.all()[0].phase == "in step ? 4"
+
+
+@pytest.mark.parametrize("broken", ["stdout", "stderr"])
+def test_a_report_to_a_closed_stream_raises_nothing(
+    broken: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with (tmp_path / "output").open("w") as closed:
+        pass
+    monkeypatch.setattr(sys, broken, closed)
+    print_to_stderr("a report\n")
+    assert capsys.readouterr().err == ("a report\n" if broken == "stdout" else "")

@@ -56,6 +56,24 @@ def test_an_operation_that_times_out_leaves_its_communicator_unusable(comm: Comm
 
 
 @pytest.mark.mpi(min_size=2)
+def test_a_group_that_is_closed_while_an_operation_is_under_way_says_so(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("collectives.runtime.progress._STRANDED", 0.05)  # s
+    group, x = Communicator(), np.ones(100)
+    if comm.rank == 0:
+        with pytest.raises(OperationTimeout):
+            group.all_reduce(x, timeout=0.05)
+        group.close()
+        with pytest.raises(OperationError, match="while an operation that had timed out was still under way"):
+            group.barrier()
+    comm.barrier()
+    if comm.rank:
+        group.all_reduce(x)
+    comm.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_receive_that_times_out_ends_with_its_group(comm: Communicator) -> None:
     """Once that is closed, it no longer looks for messages while the program waits for others."""
     group, of_others = Communicator(), set(under_way)

@@ -260,6 +260,22 @@ def test_a_program_that_ends_while_an_operation_that_timed_out_is_under_way_ends
         assert "not arrived: rank 0, which is at the end of its program, after an exception in operation 1" in text
 
 
+def test_a_group_that_was_closed_can_end_the_job(job: Callable) -> None:
+    status, text, seconds = job(
+        f"""
+        group = comm.split(0)
+        group.close()
+        if rank:
+            time.sleep({LONG})
+        group.abort(3)
+        """,
+        2,
+    )
+    assert status == 3, text
+    assert "Traceback" not in text
+    assert seconds < LONG / 2
+
+
 @pytest.mark.thorough
 def test_a_rank_that_has_left_is_noticed_long_before_the_limit(job: Callable) -> None:
     status, text, seconds = job("if rank == 2:\n    sys.exit()\ncomm.all_reduce(x)")

@@ -7,12 +7,13 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from collectives import Communicator
-from collectives.runtime.positions import ANY
+from collectives.runtime.positions import ANY, Positions
 from collectives.runtime.witness import Witness, send_processes
 
 pytestmark = pytest.mark.mpi
@@ -93,6 +94,22 @@ def test_what_it_keeps_is_bounded_and_goes_with_it(
         witness.close()
         assert len(os.listdir("/proc/self/fd")) == before - 4
         assert witness.groups() == []
+
+
+def test_it_keeps_the_page_of_the_world_in_whatever_order_they_come(
+    comm: Communicator, witness: Witness, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("collectives.runtime.witness.KEPT_PAGES", 3)
+    worlds = [[0], [0, 1], [0], [1], [2]]
+    if comm.local_rank == 0:
+        path = tmp_path / "page"
+        path.write_bytes(bytes(Positions.nbytes_seen(1)))
+        for world in worlds:
+            with path.open("rb") as file:
+                deliver(json.dumps({"members": [0], "world": world}).encode(), [file.fileno()])
+            witness.look()
+        assert [page.world for page in witness.pages] == [[0, 1], [1], [2]]
+    comm.barrier()
 
 
 def test_no_rank_need_be_there(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,7 @@ def close(terminal: Terminal) -> None:
 @pytest.mark.parametrize("terminal", ["mpirun", "mpidl.launch"], indirect=True)
 def test_nothing_is_left_of_a_job(terminal: Terminal, tmp_path: Path, act: str, request: pytest.FixtureRequest) -> None:
     ranks = terminal.ranks()
-    segments = {path for pid in ranks for path in mapped(pid, needed=True)}
+    segments = {path for pid in ranks for path in mapped(pid, open_mpi=True)}
     globals()[act](terminal)
     status, said = terminal.status(), terminal.said.decode()
     launched = "mpidl.launch" in request.node.callspec.id
