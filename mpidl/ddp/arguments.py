@@ -21,15 +21,14 @@ from ..trained_by import refuse_trained
 BUCKET_CAP_MB = 25.0
 
 
-def module(given: Any, wrapper: type) -> torch.nn.Module:
-    """Checks that a module can be wrapped, and returns it."""
+def module(given: Any, wrapper: type) -> None:
+    """Checks that a module can be wrapped."""
     if not isinstance(given, torch.nn.Module):
         raise ConfigurationError(f"module: got {type(given).__name__}; needs a torch.nn.Module")
     if isinstance(given, wrapper):
         raise ConfigurationError("module: it is wrapped already")
     refuse_trained("module", given)
     refuse_lazy("module", given)
-    return given
 
 
 def dimension(value: Any) -> None:
@@ -47,7 +46,10 @@ def synchronised_buffers(broadcast_buffers: Any, forward_sync_buffers: Any) -> t
 
 
 def megabytes(value: Any, compression: Compression | None) -> float:
-    """Checks `bucket_cap_mb`; returns MiB, None being PyTorch's 25 or the compressor's. "auto" begins with none."""
+    """Checks `bucket_cap_mb`; returns MiB: for None PyTorch's 25, or the compressor's.
+
+    "auto" begins without a compressor, with 25.
+    """
     if value is None:
         return BUCKET_CAP_MB if compression is None or compression.is_auto else compression.compressor().bucket_cap_mb
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
@@ -73,7 +75,7 @@ def refuse_parameters(
 ) -> None:
     """Refuses parameters that these settings do not fit.
 
-    names: of all, but those to leave alone.
+    names: all parameters with their names, without those in `parameters_to_ignore`.
     divisor: as of `mesh.experts`.
     """
     everything = [(name, p) for p, name in names.items()]

@@ -11,8 +11,8 @@ the bucket's reduction has begun.
 
 Who runs what: everything here is called by the thread of the backward pass, and each rank steps on parameters of its
 own. The ranks begin the same collectives in the order of the buckets: of each bucket its reduction, and one of flags
-that tell which of its parameters any rank has reached. A rank waits for the oldest two when no buffer is free, a
-condition that depends on the buckets' sizes alone, so that all ranks wait for the same ones.
+that tell which of its parameters any rank has reached. If no buffer is free, a rank waits for both operations of the
+oldest bucket. That depends on the buckets' sizes alone, so all ranks wait for the same bucket.
 
 An exception or an interrupt may come anywhere. A bucket is in the list of those in flight from before it takes its
 buffer until both operations have ended, and a buffer is free if none in the list has it: so no buffer is lost, and none
@@ -66,7 +66,7 @@ class BackwardSteps:
     names: of the module's parameters.
     reduce(bucket, number): begins a bucket's reduction.
     complete(bucket, handle): waits for it.
-    is_unreduced(p): whether a pass under no_sync gave the parameter something that none has reduced.
+    is_unreduced(p): whether the parameter has a gradient of passes under no_sync that no later pass has averaged.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class BackwardSteps:
     # ---- within a pass ----------------------------------------------------------------------------------------------
 
     def begin(self, synchronise: bool) -> None:
-        """Begins a pass. Raises TrainingError for one that does not communicate after one that has stepped."""
+        """Begins a pass. Raises TrainingError if the pass before has stepped and this one does not communicate."""
         self.abandon()  # of a pass before, where an interrupt has cut `abandon` short
         if not synchronise:
             if self.awaits_step_call:

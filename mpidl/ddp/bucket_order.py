@@ -34,8 +34,7 @@ class BucketOrder:
     destinations: of gradients that are computed in the buckets.
     cap: returns a bucket's bytes.
 
-    has_learned_order: whether a synchronised pass has ended since the set of trained parameters changed; that pass gave
-        the order, unless passes vary.
+    has_ended_pass: whether a synchronised pass has ended since other parameters began to train.
     """
 
     def __init__(
@@ -49,12 +48,12 @@ class BucketOrder:
     ) -> None:
         self._comm, self._trained, self._queue, self._means = comm, trained, queue, means
         self._destinations, self._cap, self._laid_out_for = destinations, cap, 0.0
-        self.has_learned_order = False
+        self.has_ended_pass = False
         self._pending: list[torch.nn.Parameter] | None = None  # what the next pass lays out
 
     def start_anew(self, steps: BackwardSteps | None) -> None:
         """Lays out what trains now, of whose order nothing is known. Collective."""
-        self.has_learned_order, self._pending = False, None
+        self.has_ended_pass, self._pending = False, None
         self._lay_out(list(reversed(self._trained.parameters)), steps)
 
     def apply_learned_order(self, steps: BackwardSteps | None) -> None:
@@ -70,14 +69,14 @@ class BucketOrder:
         self._lay_out([p for bucket in self._queue.buckets for p in bucket.parameters], steps)
 
     def learn(self, root: int, *, varies: bool) -> None:
-        """Learns the order from the first synchronised pass, which ends. Collective then.
+        """Learns the order as the first synchronised pass ends. Collective then.
 
         root: the rank whose order counts.
         varies: passes may leave out different parameters, so no order is learned.
         """
-        if self.has_learned_order:
+        if self.has_ended_pass:
             return
-        self.has_learned_order = True
+        self.has_ended_pass = True
         if varies:
             return
         trained = self._trained.parameters

@@ -16,9 +16,11 @@ from .uneven_inputs import JoinHook, JoinTurns
 
 
 class WrapperJoinHook(JoinHook):
-    """Stands in for backward passes. take_over(root): brings all ranks a rank's states.
+    """Stands in for the others' backward passes. A shadow pass makes the collectives of one of them, with zeros.
 
+    take_over(root): brings all ranks a rank's states.
     synchronised_norms: whether the module has any, which wait for all ranks in a forward pass.
+    undoes_by_itself: whether the hook undoes steps without being told, as with `compress` and undo=True.
     divide_by_active: the mean is over the ranks that have batches.
     """
 

@@ -1,7 +1,8 @@
 """Passes of a reducer in a `Join`: the count of ranks that contribute, and the pass of a rank without batches.
 
     rank with batches      begin_backward: tells the others | fills its buckets | end_backward: tells them
-    rank without           begin_shadow: gradients put aside | contributes zeros | end_shadow: gradients are back
+    rank without           begin_shadow, take_gradients:    | contributes zeros | end_shadow: the same tensors are
+                           `.grad` put aside                                      `.grad` again
 
 The mean is over all ranks, or over those with batches (`divide_by_initial_world_size=False`); the order of buckets is
 that of a rank with batches. Both make the same collectives, in the order of `reducer`. Outside of a `Join` this does
@@ -55,7 +56,7 @@ class JoinedPasses:
         """Tells the ranks without batches that a backward pass begins, and notes how many ranks have batches."""
         if self.joining is not None:
             self.joining.announce_turn(Turn.BACKWARD)
-            self._take_over(self.joining)
+            self._read_turns(self.joining)
 
     def end_backward(self) -> None:
         """Tells the ranks without batches that the buckets of a backward pass are complete."""
@@ -65,7 +66,7 @@ class JoinedPasses:
     def begin_shadow(self) -> None:
         """Begins a shadow pass, as the others have told."""
         assert self.joining is not None
-        self._take_over(self.joining)
+        self._read_turns(self.joining)
         self.is_shadow = True
 
     def take_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -75,7 +76,10 @@ class JoinedPasses:
             p.grad = None
 
     def end_shadow(self) -> None:
-        """Ends the shadow pass; this rank's gradients are again those of before."""
+        """Ends the shadow pass: `.grad` is again the tensor of before.
+
+        One that is a view of a bucket holds the mean of the others' pass.
+        """
         self.is_shadow = False
         self._own_gradients, own = {}, self._own_gradients
         for p, gradient in own.items():
@@ -86,5 +90,5 @@ class JoinedPasses:
         self.joining = None
         self.mean_correction, self.order_root = 1.0, 0
 
-    def _take_over(self, joining: Joining) -> None:
+    def _read_turns(self, joining: Joining) -> None:
         self.mean_correction, self.order_root = joining.mean_correction, joining.turns.root

@@ -3,8 +3,9 @@
     AdamW, SGD, Muon, LAMB, ...     a step on a parameter depends on that parameter alone
     LBFGS                           it works on the whole model's gradient at once: refused
 
-`optimizer_trial.needs_of` knows what a step needs: as the class declares, of torch's, or by trial steps on a few
-elements. `zero.stepping.optimizer_class` decides for ZeRO, `tensor.step_checks` for steps on parts of layers.
+`optimizer_trial.needs_of` tells what a step needs: as its class declares, from a table for classes of torch, or by
+trial steps on a few elements. `zero.stepping.optimizer_class` decides for ZeRO, `tensor.step_checks` for steps on parts
+of layers.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from ..trained_by import trainer_of
 # Why an optimizer is refused whose step averages something itself, by `StepNeeds.averages`.
 _AVERAGING = {
     "gradients": "cannot step on a bucket: it exchanges all gradients at once",
-    "weights": "cannot step on a bucket: it counts steps and averages weights in them; step_in_backward takes the "
-    "optimizer in it",
+    "weights": "cannot step on a bucket: it counts steps and averages weights in some; give step_in_backward the "
+    "optimizer that it wraps",
     "factors": "with process_group= averages factors of all matrices at once; step after the pass",
 }
 

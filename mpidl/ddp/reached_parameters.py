@@ -54,10 +54,10 @@ class ReachedParameters:
 
     module, names, watch, find_unused: as of `Reducer`.
     queue: has this pass's arrivals, and gets how many to expect.
-    foreign: detects steps that another made in the pass; the ranks agree on these in the same all-reduce.
+    foreign: detects steps in the pass that the engine did not make; the ranks agree on these in the same all-reduce.
 
     static_graph: as of `Reducer`.
-    accumulated_under_no_sync: parameters with gradients of passes under no_sync, which none has averaged.
+    accumulated_under_no_sync: parameters with gradients of passes under no_sync that no later pass has averaged.
     reached_without_gradient: parameters to which the pass under way came, and gave no gradient.
     """
 
@@ -92,7 +92,7 @@ class ReachedParameters:
         self.static_graph = self._queue.defer_launch_to_end = True
 
     def is_unreduced(self, parameter: torch.Tensor) -> bool:
-        """Returns whether a pass under no_sync gave the parameter something that none has reduced."""
+        """Returns whether the parameter has a gradient of passes under no_sync that no later pass has averaged."""
         return parameter in self.accumulated_under_no_sync and parameter.grad is not None
 
     def start_anew(self, former: Sequence[torch.nn.Parameter], sparse: Set[torch.nn.Parameter]) -> None:
@@ -151,7 +151,8 @@ class ReachedParameters:
         A parameter is reached if any rank has reached it. A missed one is an error; under static_graph it is one whose
         gradient came more or less often than in the first pass. `awaits_another_backward` is True where none is missed,
         but some may get their gradient in another backward pass of the same forward pass.
-        Collective. Raises TrainingError on every rank for a step in the pass that another has made.
+        Collective. Raises TrainingError on every rank if an optimizer stepped in the pass and the engine did not make
+        the step.
 
         stepped: whether the pass itself has made steps.
         """

@@ -11,16 +11,19 @@
                               an error on every rank if one was missed       `reached_parameters`
 
 Who runs what: all runs in the thread of the backward pass, except the reductions (`bucket_means`). Collectives, in
-this order on every rank, all on the wrapper's Communicator; a forward pass has none, so a rank may run one alone:
+this order on every rank, all on the wrapper's Communicator, except the turns of a `join`, which have their own; outside
+of a `join` a forward pass has none, so a rank may run one alone:
 
-    the pass begins     a small all-reduce: what trains; where buckets are laid out anew, the allocation of their memory
+    the pass begins     a small all-reduce: what trains; all-reduces of what `no_sync` gave to parameters that were
+                        frozen since; where buckets are laid out anew, the allocation of their memory
     bucket by bucket    its all-reduce, launched in order, with `step_in_backward` also one of what was reached;
                         or, where the ranks fill the cores of one node, one reduction of all buckets as the pass ends
                         (`bucket_means`)
     the pass ends       waits for all; an all-reduce: what the pass has reached, so that what is wrong on one rank is
                         an error on all; all-gathers of each sparse gradient (`sparse`); the broadcast of rank 0's
-                        buffers; after the first pass that of its order (`bucket_order`). A step that another has made
-                        in the pass is an error before the broadcast, a parameter that a rank has missed is one after it
+                        buffers; after the first pass that of its order (`bucket_order`). A step in the pass that the
+                        engine did not make is an error before the broadcast, a parameter that a rank has missed is one
+                        after it
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", sections 3.2 and 4.2.
 """
@@ -93,6 +96,7 @@ class Reducer:
         self._missed_gradients: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._foreign = ForeignSteps(names, stay_in_place=True)
         self._shared = SharedParameters(names)
+        self._synchronise_before_shadow = True  # what the program has set
         self.steps: BackwardSteps | None = None
         self.join = JoinedPasses()
         self.trained = TrainedParameters(module, names, comm, ignored, static_graph=static_graph, divisor=divisor)
@@ -226,26 +230,34 @@ class Reducer:
 
     def begin_shadow_pass(self) -> None:
         """Begins a shadow pass: this rank contributes zeros to a backward pass of the other ranks."""
+        self._synchronise_before_shadow = self.queue.synchronise
         self.join.begin_shadow()
+        self.queue.synchronise = True  # whatever the program had set as it left the block
         self.means.give_up_window()
         self._agree_on_buckets()
         self.join.take_gradients(self.trained.parameters)
         self.queue.launch_rest()
 
     def end_shadow_pass(self) -> None:
-        """Ends the shadow pass; this rank's gradients are again those of before."""
+        """Ends the shadow pass: `.grad` is again the tensor of before.
+
+        One that is a view of a bucket holds the mean of the others' pass.
+        """
         try:
             self.queue.finish()
             self.means.give_up_window()
         finally:
-            self.queue.reset()
-            self.join.end_shadow()
+            self._leave_shadow_pass()
+
+    def _leave_shadow_pass(self) -> None:
+        self.queue.reset()
+        self.queue.synchronise = self._synchronise_before_shadow
+        self.join.end_shadow()
 
     def leave_join(self) -> None:
         """Ends the block: passes are those of all ranks again."""
         if self.join.is_shadow:  # an exception ends it
-            self.queue.reset()
-            self.join.end_shadow()
+            self._leave_shadow_pass()
         self.join.leave()
 
     # ---- within a pass ----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import torch
 from collectives import Communicator
 
 from ..digest import code
+from ..errors import ModelMismatch
 from ..job.agreement import raise_everywhere
 from ..mesh.experts import problem_of_others
 from ..replicas.start_check import check_models_agree, check_settings_agree
@@ -93,6 +94,10 @@ class TrainedParameters:
         if told[0] != -told[1]:
             check_models_agree(self._comm, self._module, self._ignored)
             check_settings_agree(self._comm, "DistributedDataParallel", {"static_graph": self._static_graph})
+            raise ModelMismatch(
+                "DistributedDataParallel: the ranks' last forward passes found different parameters that train, or "
+                "different dtypes; freeze, unfreeze or convert them on all ranks before the same forward pass"
+            )
         return self._wanted != self._taken_up
 
     def take_up(self) -> None:

@@ -9,13 +9,14 @@ communicates next. A rank without batches takes part in it, and calls that objec
 have a Communicator of their own.
 
 Every rank makes one all-gather a turn, with batches or without, and the result tells all of them which object comes
-next; ranks with batches that name different objects get a TrainingError. So no rank waits in an operation that another
-one does not enter.
+next; if ranks with batches name different objects, every rank gets a TrainingError. So no rank waits in an operation
+that another one does not enter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from enum import IntEnum
 from types import TracebackType
 from typing import Any
@@ -44,7 +45,7 @@ class JoinTurns:
     """The turns of one `Join`.
 
     throw: the first rank that ends is an error.
-    active: ranks that had batches last.
+    active: the ranks that had batches at the last turn.
     """
 
     def __init__(self, comm: Communicator, throw: bool) -> None:
@@ -53,7 +54,7 @@ class JoinTurns:
 
     @property
     def root(self) -> int:
-        """The lowest rank that has batches, or had as the last."""
+        """The lowest of the ranks that had batches at the last turn."""
         return self.active[0]
 
     @property
@@ -79,7 +80,7 @@ class JoinTurns:
 
 
 class JoinHook:
-    """The part in one object's collectives of a rank whose batches have run out."""
+    """Collectives of one object, as a rank without batches runs them."""
 
     turns: JoinTurns
     number: int
@@ -99,7 +100,7 @@ class JoinHook:
         """Runs on every rank after the last rank has ended. is_last_joiner: this rank is one that ended last."""
 
     def end(self) -> None:
-        """Runs when the block is left, also by an exception."""
+        """Runs when the block is left, also by an exception, if `begin` has returned."""
 
 
 class Joinable:
@@ -156,10 +157,13 @@ class Join:
         self._hooks: list[JoinHook] = [joinable.join_hook(**self._kwargs) for joinable in self._joinables]
         self._pooled = communicator_pool.take(self._group)
         self._turns = JoinTurns(self._pooled.comm, self._throw)
+        self._ending = ExitStack()  # the ends of the hooks that have begun, the last one first
+        self._ending.callback(self._pooled.give_back)
         Join._active = self
         try:
             for number, hook in enumerate(self._hooks):
                 hook.begin(self._turns, number)
+                self._ending.callback(hook.end)
         except BaseException:
             self._end()
             raise
@@ -182,9 +186,7 @@ class Join:
 
     def _end(self) -> None:
         Join._active = None
-        for hook in self._hooks:
-            hook.end()
-        self._pooled.give_back()
+        self._ending.close()
 
     @staticmethod
     def notify_join_context(joinable: Any) -> None:

@@ -58,15 +58,16 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     module: the model, of one structure on every rank, in the host's memory or on one GPU. Forward passes, backward
         passes and steps may be on any streams that the program has ordered after each other.
     device_ids, output_device: None, or the one device on which the module lies, to which inputs are then moved.
+    dim, check_reduction: for the order of PyTorch's arguments; dim must be 0, and check_reduction has no effect.
     forward_sync_buffers: rank 0's buffers (running statistics, ...) are broadcast at the end of each synchronised
         backward pass, and at the end of `join`; by default on.
-    broadcast_buffers: the same in one argument with whether buffers are part of `init_sync`; by default both.
+    broadcast_buffers: sets forward_sync_buffers, and whether `init_sync` sends buffers too; by default both on.
     init_sync: rank 0's parameters and buffers are broadcast now.
     process_group: the Communicator; by default the world.
     bucket_cap_mb: size of the gradient buckets in MiB, by default 25, with `compress` mostly 4; the first at most 1.
     find_unused_parameters: a pass need not reach every parameter. One that no rank reaches keeps its `.grad` as it was;
         one that some ranks reach gets the sum of theirs divided by the number of all ranks. Without it, an unreached
-        parameter is an error on every rank that names it.
+        parameter is an error on every rank; the error names it.
     gradient_as_bucket_view: gradients are views of the buckets, so that nothing is copied back; by default on.
     static_graph: every pass reaches the same parameters equally often as the first. Allows unused parameters and
         re-entrant checkpoints that share parameters, at full overlap; a graph that does change is an error.
@@ -81,8 +82,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     the order in which gradients arrived in the first synchronised pass (not under find_unused_parameters), and
     contributions are added in the order of ranks: gradients are bitwise equal on all ranks and do not depend on the
     bucket size. Parameters may be frozen and unfrozen between passes, the same ones on all ranks. A copy.deepcopy or a
-    pickled copy, which leaves hooks out, begins anew with its first synchronised backward pass; parameters that differ
-    over the ranks are an error there, if `init_sync` is set.
+    pickled copy begins anew with its first synchronised backward pass; parameters that differ over the ranks are an
+    error there, if `init_sync` is set. A pickled copy has no communication hook, and averages over the world: set its
+    `process_group` before that pass.
 
     Raises ConfigurationError for wrong arguments, ModelMismatch where the ranks' models or settings differ.
     """
@@ -148,12 +150,15 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def _divide_contributions(self) -> None:
         remove_with(self, divide_contributions(self._states.names(), self._divisor))
 
-    def _set_up(self) -> None:
-        """Compares the ranks' models, makes them equal, and allocates the buckets. Collective."""
+    def _set_up(self, accumulated: Set[torch.Tensor] = frozenset()) -> None:
+        """Compares the ranks' models, makes them equal, and allocates the buckets. Collective.
+
+        accumulated: the parameters with gradients that no pass has averaged, of a copy.
+        """
         self._compare()
         if self._init_sync:
             self._states.broadcast(self.process_group, 0, self._init_sync_buffers)
-        self._make_reducer()
+        self._make_reducer(accumulated)
 
     def _set_up_in_backward(self) -> Reducer | None:
         """Sets up a copy, whose forward pass has used what the ranks would have had to make equal before. Collective.
@@ -166,7 +171,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self._compare()
             if self._init_sync:
                 check_copies_agree(self.process_group, self._states.names())
-            self._make_reducer()
+            self._make_reducer(self.accumulated_under_no_sync)
         except BaseException:
             self._forget_first_pass()  # the program may wrap the module anew
             raise
@@ -197,7 +202,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         cap, compressed = self.bucket_bytes_cap, self.compressed if self._chooses_cap else None
         return lambda: cap if compressed is None else compressed.compressor.bucket_cap_mb * MIB
 
-    def _make_reducer(self) -> None:
+    def _make_reducer(self, accumulated: Set[torch.Tensor]) -> None:
         self._forget_first_pass()
         if self._compression is not None:
             self._compress(self._compression)
@@ -220,6 +225,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         )
         self._reducer.means.hook = self._hook
         self._retirement = retirement
+        self.accumulated_under_no_sync = accumulated
         if self.compressed is not None:
             self.compressed.claim_compressor()
 
@@ -287,7 +293,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self.static_graph:
             return
         if self._reducer is not None:
-            if self._reducer.order.has_learned_order:
+            if self._reducer.order.has_ended_pass:
                 raise ConfigurationConflict("_set_static_graph: training has begun; set it before")
             self._reducer.set_static_graph()
         self.static_graph = True
@@ -324,8 +330,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     @property
     def accumulated_under_no_sync(self) -> Set[torch.Tensor]:
-        """The parameters with gradients of passes under `no_sync`, not averaged yet; loading a checkpoint sets them."""
-        return set() if self._reducer is None else self._reducer.reached.accumulated_under_no_sync
+        """The parameters with gradients of passes under `no_sync`, not averaged yet; loading a checkpoint sets them.
+
+        Of a copy before its first synchronised pass these are all that have gradients.
+        """
+        if self._reducer is None:
+            return {p for p in self._states.trained() if p.grad is not None}
+        return self._reducer.reached.accumulated_under_no_sync
 
     @accumulated_under_no_sync.setter
     def accumulated_under_no_sync(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -340,7 +351,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         check_hook(hook)
         if self._hook is not None:
             raise ConfigurationConflict("register_comm_hook: this DistributedDataParallel has a hook already")
-        if self._reducer is not None and self._reducer.order.has_learned_order:
+        if self._reducer is not None and self._reducer.order.has_ended_pass:
             raise ConfigurationConflict("register_comm_hook: training has begun; register it before")
         self._hook = (state, hook)
         if self._reducer is not None:
@@ -359,10 +370,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
         When a bucket's gradients are averaged, its parameters are stepped and their gradients released: gradients take
         about three buckets of `bucket_cap_mb` instead of a model's worth, and weights and states have the bits of the
-        step after the pass. `optimizer.step()` must follow each pass all the same, and only closes it; the next pass
-        is refused before. Until then `.grad` has a shape, and what reads it raises TrainingError: clipping, GradScaler
-        and the like need all gradients before the step. Gradients are accumulated under `no_sync`. Parameters that
-        none of the optimizers has keep their averaged gradients. Raises ConfigurationError on every rank.
+        step after the pass. `optimizer.step()` must follow each pass all the same; it only closes the pass, and a pass
+        that begins before this call is an error. Until then `.grad` has a shape, and what reads it raises
+        TrainingError: clipping, GradScaler and the like need all gradients before the step. Gradients are accumulated
+        under `no_sync`. Parameters that none of the optimizers has keep their averaged gradients. Raises
+        ConfigurationError on every rank.
         """
         comm, names = self.process_group, self._states.names()
 
@@ -374,7 +386,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         check_everywhere(comm, check)
         check_settings_agree(comm, "step_in_backward", optimizer_class.settings_to_compare(optimizers, names))
         if self._reducer is None:
-            self._set_up()
+            self._set_up(self.accumulated_under_no_sync)
         assert self._reducer is not None
         self._reducer.step_in_backward(optimizers)
 
@@ -417,7 +429,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 f"join: got a hook with {name}, which needs all ranks in every step; give every rank as many batches"
             )
         if self._reducer is None:
-            self._set_up()
+            self._set_up(self.accumulated_under_no_sync)
         assert self._reducer is not None
         return WrapperJoinHook(
             self._reducer,

@@ -25,9 +25,10 @@ Collectives are in `begun`, in launches, which are in the order of the buckets o
 ranks make the same ones in the same order. Rounds of ZeRO-3, which ranks start in different orders, have a Communicator
 of their own (`zero.parameters.sharded`).
 
-Where a backward pass goes through several engines, each rank may begin their passes in another order, if these send
-nothing in `begun`, as DDP does. The phases after the last gradient run engine by engine, in the order in which the
-engines were made, which is the same on every rank.
+If a backward pass goes through several engines, ranks may begin their passes in different orders, as long as the
+engines send nothing in `begun`. DDP sends there: all ranks begin the passes of several DDPs in the same order, or they
+wait for each other. The phases after the last gradient run engine by engine, in the order in which the engines were
+made, which is the same on every rank.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def will_run(node: Any, *, if_captured: bool = False) -> bool:
 
 def _accumulator(parameter: torch.Tensor) -> Any:
     """The node of autograd's graph that adds to the parameter's gradient."""
-    # Under no function of the class of parameters that are not whole, which would gather them.
+    # expand_as would call the class of ZeRO-3's parameters, which gathers them.
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         node: Any = parameter.expand_as(parameter).grad_fn
     return node.next_functions[0][0]

@@ -38,6 +38,10 @@ class Piece:
     stop: int
     offset: int
 
+    def view_in(self, flat: torch.Tensor) -> torch.Tensor:
+        """The piece's place in a flat shard, as a view."""
+        return flat[self.offset : self.offset + self.stop - self.start]
+
 
 @dataclass(frozen=True)
 class BucketLayout:

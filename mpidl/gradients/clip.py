@@ -38,9 +38,9 @@ def clip_grad_norm_(
     parameters: a module's, one or many; those without a gradient are left out.
     norm_type: above 0, also infinity.
     error_if_nonfinite: TrainingError, with the gradients as they were, where the norm is infinite or no number;
-    otherwise an infinite norm makes finite gradients 0, and one that is no number makes all so.
+        otherwise an infinite norm makes finite gradients 0, and one that is no number makes all so.
     mesh: needed while a mesh is open whose ranks hold different parameters: the norm is that of the whole model
-    (`mesh.norm`), and the call collective over the mesh.
+        (`mesh.norm`), and the call collective over the mesh.
     """
     mesh = checked_mesh("clip_grad_norm_", None, mesh)
     if mesh is None:

@@ -10,7 +10,7 @@ as autograd gives them, in their order: the first one that is not finite is clos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -37,7 +37,8 @@ def is_finite(gradient: torch.Tensor) -> bool:
 class NonfiniteWatch:
     """Looks at every gradient as autograd makes it, before any averaging. Reads all gradients once more: not for free.
 
-    parameters: a model, or pairs of a name and a parameter. Works for plain models, DDP and ZeroOptimizer.
+    parameters: a model, or pairs of a name and a parameter. Works for plain models, DDP and ZeroOptimizer. Parameters
+        that are frozen now are not watched later.
 
     found: the parameters whose gradients on this rank were not finite since `clear`, in the order of their arrival.
     """
@@ -74,3 +75,11 @@ def of_all_ranks(comm: Communicator, nonfinite: list[str]) -> Found | None:
     everyone = all_gather_object(comm, nonfinite)
     placed = [(place, rank, name) for rank, names in enumerate(everyone) for place, name in enumerate(names)]
     return [(name, rank) for _, rank, name in sorted(placed)] or None
+
+
+def describe(found: Sequence[tuple[str, int | None]]) -> str:
+    """Names the first parameter, and its rank if that is known, and counts the others. found: one or more."""
+    name, rank = found[0]
+    others = len({name for name, _ in found}) - 1
+    where = "" if rank is None else f" on rank {rank}"
+    return f"the gradient of {name}{where} is not finite" + (f", and of {others} after it" if others else "")

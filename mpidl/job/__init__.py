@@ -3,7 +3,8 @@
 runtime            `mpidl.init`: the world Communicator, threads and device of each rank
 ending             ends the job when one rank ends, by an exception, an interrupt or sys.exit
 agreement          makes a failure on one rank an error on every rank: `check_everywhere` and others
-objects            Python objects to all ranks, as users call it; pickled: the same for modules below `runtime`
+objects            Python objects to all ranks, as users call it; pickled: the same without a default Communicator, for
+                   modules that `runtime` imports
 communicator_pool  a Communicator of its own for every engine that needs one
 signals            `mpidl.StopSignal`: all ranks stop after the same step
 phase              which phase of training this process is in, for the watchdog's reports

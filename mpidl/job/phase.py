@@ -40,7 +40,7 @@ _NAME_OF_STEP, _NAME_OF_MODULE = _name(_STEP), _name(torch.nn.Module.__call__.__
 
 
 class _StepCounter:
-    """Counts the steps of the main thread. completed: so many."""
+    """Counts the steps of the main thread. completed: their number."""
 
     def __init__(self) -> None:
         self.completed = 0

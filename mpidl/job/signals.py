@@ -41,8 +41,8 @@ class StopSignal:
 
     signal: what the ranks have agreed on in `requested`; None before.
 
-    A second signal changes nothing: launchers and schedulers send several. `close`, or the end of a `with`, gives the
-    signals back.
+    Later signals change nothing once the ranks have agreed on one: launchers and schedulers send several. `close`, or
+    the end of a `with`, gives the signals back.
     """
 
     def __init__(
@@ -81,7 +81,10 @@ class StopSignal:
         return self.signal
 
     def exit(self, what: str = "") -> NoReturn:
-        """Rank 0 prints one line, and every rank exits with status 75. Collective. what: was done, for the line."""
+        """Rank 0 prints one line, and every rank exits with status 75. Collective.
+
+        what: what was done before, for the line.
+        """
         if self._comm.rank == 0:
             name = "the program itself" if self.signal is None else self.signal.name
             print(f"stopped by {name}{f', {what}' if what else ''}; status {STOPPED}: can go on", flush=True)
@@ -103,7 +106,7 @@ class StopSignal:
         self.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._noted[0] = number
+        self._noted[0] = max(self._noted[0], number)
 
 
 _listening: weakref.WeakSet[StopSignal] = weakref.WeakSet()

@@ -31,16 +31,38 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="python -m mpidl.launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--max-restarts", type=at_least(0), default=3, metavar="N", help="in all (3)")
+    parser.add_argument("--max-restarts", type=at_least(0), default=3, metavar="N", help="restarts in all (3)")
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="where the command saves, to see its progress")
     parser.add_argument(
-        "--patience", type=at_least(1), default=3, metavar="K", help="give up after K runs without a newer one (3)"
+        "--patience",
+        type=at_least(1),
+        default=3,
+        metavar="K",
+        help="give up after K runs in a row without a newer checkpoint (3)",
     )
-    parser.add_argument("--min-ranks", type=at_least(1), metavar="M", help="one rank fewer after such a run, down to M")
-    parser.add_argument("--ranks-divide", type=at_least(1), metavar="N", help="with --min-ranks: only numbers that do")
-    parser.add_argument("--ranks-on-restart", type=_numbers, default=[], metavar="N,N,...", help="for each restart")
+    parser.add_argument(
+        "--min-ranks",
+        type=at_least(1),
+        metavar="M",
+        help="after a run without a newer checkpoint start one rank fewer, down to M",
+    )
+    parser.add_argument(
+        "--ranks-divide",
+        type=at_least(1),
+        metavar="N",
+        help="with --min-ranks: only numbers of ranks that divide N",
+    )
+    parser.add_argument(
+        "--ranks-on-restart",
+        type=_numbers,
+        default=[],
+        metavar="N,N,...",
+        help="ranks of the first restart, the second, ...; the last number holds from there on",
+    )
     parser.add_argument("--backoff", type=at_least(0, float), default=1.0, metavar="S", help="first pause, seconds (1)")
-    parser.add_argument("--longest-backoff", type=at_least(0, float), default=60.0, metavar="S", help="(60)")
+    parser.add_argument(
+        "--longest-backoff", type=at_least(0, float), default=60.0, metavar="S", help="longest pause, seconds (60)"
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write there what became of each run")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")
     options = parser.parse_args(arguments)

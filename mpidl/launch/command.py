@@ -32,7 +32,10 @@ def with_ranks(command: Sequence[str], ranks: int) -> list[str]:
 
 
 def _index(command: Sequence[str]) -> int | None:
-    """Finds the argument with the number, before the program that is started, which has options of its own."""
+    """Finds the argument with the number.
+
+    Looks no further than a Python program, which has options of its own; other programs are not recognised.
+    """
     if not is_launcher(command):
         return None
     separate = [name for name in _SEPARATE if name != "-c" or not Path(command[0]).name.startswith("srun")]

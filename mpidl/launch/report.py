@@ -2,7 +2,8 @@
 
     while it runs   `refresh`: which process is which rank, and which processes have ended, in their order
     once it ended   `close`: where the ranks were, from the pages of their positions (`collectives.diagnostics`)
-    then            `cause`: the first of these that exists: a rank's line, the watchdog's, the launcher's, the status;
+    then            `cause`: the first of these that exists: a launcher that hangs, a rank's line, the watchdog's, the
+                    launcher's, the status with the line of `agree_or_exit`;
                     where a rank's line says that another rank's memory is gone, how that rank ended
 
 When a rank is killed its launcher kills the others, and MPICH's then names any of them. The system reports the ends of

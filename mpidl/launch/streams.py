@@ -55,7 +55,7 @@ class OutputStream:
         return [*self._lines, self._partial_line.decode(errors="replace")] if self._partial_line else list(self._lines)
 
     def _pass_on(self) -> None:
-        # Reading fails where a terminal has no writer left. Writing fails where the reader is gone: then the write end
+        # Reading fails where a terminal has no writer left. Writing fails where the reader is gone: then the read end
         # is closed, so that the command gets the error that it would get without this process.
         with contextlib.suppress(OSError):
             while piece := os.read(self._read_end, _READ_BYTES):

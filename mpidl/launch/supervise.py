@@ -1,7 +1,8 @@
 """Supervises a job: runs it until it is done, is asked to stop, or fails too often.
 
 status 0                          done
-75, or a signal came              stopped, status 75: it is not started again here; a scheduler may do so
+75, or a signal came              stopped: status 75, after an interrupt 130; it is not started again here; a scheduler
+                                  may do so
 2                                 the command was used wrongly: no restart makes it right
 anything else                     started again from the newest checkpoint, after a pause that doubles while no
                                   newer checkpoint comes about, at most `max_restarts` times; given up when none
@@ -14,6 +15,7 @@ import contextlib
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -82,12 +84,16 @@ class Supervisor:
         self.runs: list[RunResult] = []
         self._job: Job | None = None
         self._stop_signal: signal.Signals | None = None
+        self._to_forward: deque[signal.Signals] = deque(maxlen=1)  # the last one, until a job has got it
         self._deadline: float | None = None
         if plan.ranks_on_restart or plan.min_ranks is not None:
             with_ranks(plan.command, 1)  # raises UsageError if the command does not say how many
 
     def run(self) -> int:
-        """Runs the job to its end and returns the exit status: 0, the last run's, or 75 if it was asked to stop."""
+        """Runs the job to its end and returns the exit status.
+
+        It is 0, the last run's, 75 if the job was asked to stop, or 130 if it was interrupted.
+        """
         with self._signals():
             while True:
                 run = self._run_once()
@@ -130,8 +136,7 @@ class Supervisor:
             raise UsageError(f"{command[0]}: cannot be started: {error.strerror}") from None
         hang_status: int | None = None
         try:
-            if self._stop_signal is not None:  # while the job was being started
-                self._forward_signal(job, self._stop_signal)
+            self._forward_signal(job)  # one that came while the job was being started
             while (returned := job.poll()) is None and (hang_status := job.report.status_if_launcher_hangs()) is None:
                 time.sleep(_POLL_S)
                 if self._deadline is not None and time.monotonic() > self._deadline:
@@ -230,10 +235,16 @@ class Supervisor:
         self._stop_signal = signal.Signals(number)
         if number == signal.SIGINT:
             self._deadline = time.monotonic() + (0 if again else _INTERRUPT_GRACE_S)
+        self._to_forward.append(self._stop_signal)
         if self._job is not None:
-            self._forward_signal(self._job, self._stop_signal)
+            self._forward_signal(self._job)
 
-    def _forward_signal(self, job: Job, asked: signal.Signals) -> None:
+    def _forward_signal(self, job: Job) -> None:
+        """Passes on the last signal, once. Another one may come at any place in here; its handler passes it on."""
+        try:
+            asked = self._to_forward.pop()
+        except IndexError:
+            return
         job.signal(signal.SIGINT if asked is signal.SIGINT else signal.SIGUSR1)
 
     def _sleep(self, seconds: float) -> None:

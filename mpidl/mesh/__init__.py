@@ -7,7 +7,7 @@
     whole_tensors  whole tensors of parts that are cut over tp, and back
     experts    the group and the divisor of expert parameters' gradients
     norm       the norm of all gradients, each element of the model once
-    scaler_check  refuses torch's GradScaler for parameters of which ranks hold other parts
+    scaler_check  refuses torch's GradScaler for parameters of which ranks hold different parts
 
 Layers are cut over tp by `mpidl.tensor`. For pp, cp and ep a mesh gives the groups, and the program has the layers.
 """

@@ -42,7 +42,7 @@ class Layout:
     """Sizes of the axes, and the rank at each point. `Layout.of` checks and places.
 
     ranks: the rank at each point of AXES, in C order.
-    nodes: the node of each rank, any numbers.
+    nodes: a number for each rank, equal for ranks of one node.
     """
 
     pp: int

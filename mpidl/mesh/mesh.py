@@ -113,8 +113,9 @@ class Mesh:
 
         division: names what gives the ranks their colors. The first call for it is collective over the axis.
         """
+        group = self[axis]
         if (axis, division) not in self._divisions:
-            new_comm = self[axis].split(color, self.rank(axis))
+            new_comm = group.split(color, self.rank(axis))
             assert new_comm is not None
             self._divisions[axis, division] = new_comm
         return self._divisions[axis, division]

@@ -26,7 +26,7 @@ from .mesh import Mesh
 from .placement import Placement, placement
 
 _TOLERANCE = 1e-3  # of sums of powers that should be equal; a shard's norm is in fp32
-_FIRST, _EVERY = 10, 10  # steps before which gradients are compared
+_FIRST, _EVERY = 10, 10  # compared in the first 10 steps, then in every 10th
 
 
 def norm_over_mesh(

@@ -1,6 +1,6 @@
 """Placement of a parameter: the axes of a mesh along which the ranks hold different elements of it.
 
-    none      the same on all ranks of pp, tp and ep (the default): a norm over tp
+    none      the same on all ranks of pp, tp and ep (the default): for example a LayerNorm's weight
     ("tp",)   each tp rank holds a part: a cut weight
     ("pp",)   each stage holds parameters of its own
     ("ep",)   each ep rank holds experts of its own
@@ -177,14 +177,18 @@ class _DeepCopy:
         return type(None), ()
 
 
+def without_cut(named: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """Finds the first parameter that is placed on tp and whose cut is not declared; returns its name."""
+    return next((name for name, p in named if "tp" in placement(p).axes and placement(p).cut is None), None)
+
+
 def refuse_unknown_cut(optimizer: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raises ConfigurationError for a cut parameter whose cut is not declared. optimizer: needs whole ones."""
-    for name, p in named:
-        if "tp" in placement(p).axes and placement(p).cut is None:
-            raise ConfigurationError(
-                f"optimizer_class: a step of {optimizer} needs whole parameters, and {name} is cut over tp; needs "
-                "place(..., cut=), which says how, or an optimizer that updates each element by itself, such as AdamW"
-            )
+    if (name := without_cut(named)) is not None:
+        raise ConfigurationError(
+            f"optimizer_class: a step of {optimizer} needs whole parameters, and {name} is cut over tp; needs "
+            "place(..., cut=), which says how, or an optimizer that updates each element by itself, such as AdamW"
+        )
 
 
 def refuse_parts_without_mesh(engine: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:

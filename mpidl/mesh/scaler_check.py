@@ -1,9 +1,10 @@
-"""Refuses torch's GradScaler for parameters of which other ranks hold other parts: it decides on each rank alone.
+"""Refuses torch's GradScaler for parameters of which ranks hold different parts, as it decides on each rank alone.
 
     parts over tp, stages of pp, experts of ep     one rank skips a step, and halves its scale, and the others do not
     the `.grad` of a ZeroOptimizer                 answers for all ranks of dp, cp and tp, but not of pp and ep
 
-A parameter is one of them by its placement. Of others, as in a stage that declares nothing, nothing is known.
+The placement tells which parameters these are. Without a declared placement, as in a stage that declares nothing, a
+parameter is not checked.
 """
 
 from __future__ import annotations

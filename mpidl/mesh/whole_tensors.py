@@ -20,7 +20,7 @@ from ..job.agreement import check_everywhere
 from ..job.objects import all_gather_object
 from .groups import DATA
 from .mesh import Mesh, open_meshes
-from .placement import Cut, join_parts, placement
+from .placement import Cut, join_parts, placement, without_cut
 
 
 def cut_of(parameter: torch.Tensor) -> Cut | None:
@@ -70,12 +70,11 @@ def _has(mesh: Mesh, data: Communicator) -> bool:
 
 def refuse_unknown_cuts(parameters: Mapping[str, torch.Tensor], what: str) -> None:
     """Raises ConfigurationError for a part of a tensor whose place in the whole one is not declared."""
-    for name, p in parameters.items():
-        if "tp" in placement(p).axes and cut_of(p) is None:
-            raise ConfigurationError(
-                f"{what}: {name} is placed on tp without a cut, so that its parts make no whole tensor; needs "
-                "place(..., cut=)"
-            )
+    if (name := without_cut(parameters.items())) is not None:
+        raise ConfigurationError(
+            f"{what}: {name} is placed on tp without a cut, so that its parts make no whole tensor; needs "
+            "place(..., cut=)"
+        )
 
 
 def join(
@@ -92,6 +91,6 @@ def join(
     everyone = all_gather_object(tp, {name: cut_of(parameters[name]) for name in sorted(values)})
     cut = [[name for name, cut in each.items() if cut is not None] for each in everyone]
     if len({(*each,) for each in everyone}) > 1 or any(names != cut[0] for names in cut):
-        raise ConfigurationError(f"{what}: the ranks of tp have or cut other parameters; needs the same on all")
+        raise ConfigurationError(f"{what}: the ranks of tp have or cut different parameters; needs the same on all")
     joined = {name: join_parts(tp, values[name], [each[name] for each in everyone]) for name in cut[0]}
     return {name: joined.get(name, value) for name, value in values.items()}

@@ -1,6 +1,6 @@
-"""State that all ranks hold: made equal to rank 0's, and compared before the first step.
+"""State that all ranks hold: sent from rank 0, and compared.
 
 broadcast    sends rank 0's parameters and buffers to all
-start_check  compares models and settings before the first step, and names what differs
+start_check  compares models and settings, and names what differs
 checksums    8 bytes of a tensor, by which it is compared
 """

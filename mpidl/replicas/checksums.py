@@ -1,8 +1,8 @@
 """Checksums of tensors, 8 bytes each, and where they differ over the ranks.
 
 The checksum takes in rows of 64 KiB one after another, having multiplied and shifted what came before, so that it runs
-about as fast as memory is read. A single element that differs always shows. All else that differs, such as rows in
-another order, shows too, except with a probability of 2^-64.
+about as fast as memory is read. A single element that differs always changes the folded row. Different tensors have the
+same checksum with a probability of about 2^-64.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from collectives import Communicator
+from collectives.diagnostics import listing
 
 from ..digest import code
 from ..job.objects import all_gather_object
@@ -76,7 +77,7 @@ def difference(comm: Communicator, sums: Mapping[str, bytes], partly: bool = Fal
         return None
     name, few, rest = differing[0]
     more = f"; so do {len(differing) - 1} more" if len(differing) > 1 else ""
-    return f"{name} on {_ranks(few)} from {_ranks(rest)}{more}"
+    return f"{name} on {listing(few)} from {listing(rest)}{more}"
 
 
 def _differing(everyone: list[dict[str, bytes]], partly: bool) -> Iterator[tuple[str, list[int], list[int]]]:
@@ -89,7 +90,3 @@ def _differing(everyone: list[dict[str, bytes]], partly: bool) -> Iterator[tuple
         if len(groups) > 1:
             most = max(groups.values(), key=lambda ranks: (len(ranks), -ranks[0]))
             yield name, sorted(rank for ranks in groups.values() if ranks is not most for rank in ranks), most
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

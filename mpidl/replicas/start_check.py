@@ -1,4 +1,4 @@
-"""Compares the ranks' models and settings before the first step, and names what differs on which rank."""
+"""Compares the ranks' models and settings, and names what differs on which rank."""
 
 from __future__ import annotations
 

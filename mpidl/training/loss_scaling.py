@@ -22,7 +22,7 @@ from collectives import Communicator
 
 from ..errors import ConfigurationError, TrainingError
 from ..gradients.compression.undo import Undoable, reductions_of, undo_step
-from ..gradients.nonfinite import NonfiniteWatch
+from ..gradients.nonfinite import NonfiniteWatch, describe
 from ..job.runtime import default_communicator
 from ..mesh import Mesh
 from ..mesh.groups import checked_mesh, refuse_part
@@ -111,8 +111,7 @@ class GradScaler(torch.amp.GradScaler):
             found = watch.find(comm)
             whose = "each rank's own gradients are finite: they overflow where they are averaged or unscaled"
             if found:
-                others = f", and of {len(found) - 1} after it" if len(found) > 1 else ""
-                whose = f"the gradient of {found[0][0]} on rank {found[0][1]} is not finite{others}"
+                whose = describe(found)
             said = f"GradScaler: the scale has fallen {falls} times in a row, to {scale:g}: {whose}"
             if comm.rank == 0 and not hopeless:
                 warnings.warn(said, stacklevel=3)

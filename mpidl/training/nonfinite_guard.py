@@ -37,10 +37,11 @@ import numpy as np
 import torch
 
 from collectives import Communicator
+from collectives.diagnostics import listing
 
 from ..ddp.plain_model import plain_model
 from ..errors import ConfigurationError, TrainingError
-from ..gradients.nonfinite import NonfiniteWatch
+from ..gradients.nonfinite import NonfiniteWatch, describe
 from ..job.objects import all_gather_object
 from ..job.runtime import default_communicator
 from ..mesh import Mesh
@@ -209,7 +210,9 @@ class NonfiniteGuard:
         if self._zero is not None:
             return self._of_all_parts(self._zero.find_nonfinite())
         found = find_nonfinite_gradients(self._model, self._comm)
-        return None if found is None else [*found]
+        if found is None or self._ddp is None:
+            return None if found is None else [*found]
+        return [(name, None) for name in dict.fromkeys(name for name, _ in found)]  # of the mean: no rank's own
 
     def _of_all_parts(self, found: Spoilt | None) -> Spoilt | None:
         """Joins what the engines of a model's parts have found, each over the ranks of its part. Collective."""
@@ -226,14 +229,9 @@ class NonfiniteGuard:
     def _describe(self, loss: float | torch.Tensor, found: Spoilt | None) -> str:
         losses = all_gather_object(self._comm, float(loss))
         bad = [rank for rank, value in enumerate(losses) if not math.isfinite(value)]
-        parts = (
-            [f"the loss is {losses[bad[0]]} on rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))}"] if bad else []
-        )
+        parts = [f"the loss is {losses[bad[0]]} on {listing(bad)}"] if bad else []
         if found:
-            name, rank = found[0]
-            whose = "" if rank is None or self._watch is None else f" on rank {rank}"
-            others = f", and of {len(found) - 1} after it" if len(found) > 1 else ""
-            parts.append(f"the gradient of {name}{whose} is not finite{others}")
+            parts.append(describe(found))
         elif not bad:
             parts.append("the norm of the gradients is not finite, while each of them is")
         return "; ".join(parts)

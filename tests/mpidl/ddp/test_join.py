@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import mpidl
+from mpidl.job import communicator_pool
 
 pytestmark = pytest.mark.mpi
 
@@ -76,6 +77,31 @@ def test_accumulation_inside(comm) -> None:
     ends = model.second.bias.detach().clone()
     comm.broadcast(ends)
     assert torch.equal(ends, model.second.bias)
+
+
+def test_a_rank_may_leave_the_block_while_its_passes_only_accumulate(comm) -> None:
+    """Its setting comes back when it has stood in for the others."""
+    model = Net()
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with wrapped.join():
+        for x in batches(comm.rank):
+            optimizer.zero_grad()
+            wrapped(x).backward()
+            optimizer.step()
+        wrapped.require_backward_grad_sync = False
+    for name, expected in by_hand(comm.size, True).items():
+        torch.testing.assert_close(dict(model.named_parameters())[name].detach(), expected, rtol=1e-5, atol=1e-6)
+    assert not wrapped.require_backward_grad_sync
+    optimizer.zero_grad()
+    if comm.rank == 0:
+        wrapped(torch.ones(1, 3)).backward()  # alone
+    assert (model.second.bias.grad is None) == (comm.rank > 0)
+    wrapped.require_backward_grad_sync = True
+    wrapped(torch.ones(1, 3)).backward()
+    theirs = model.first.weight.grad.clone()
+    comm.broadcast(theirs)
+    assert torch.equal(theirs, model.first.weight.grad)
 
 
 def test_a_rank_that_ends_early_can_be_an_error(comm) -> None:
@@ -278,3 +304,49 @@ def test_what_a_join_refuses(comm) -> None:
     other.close()
     with pytest.raises(mpidl.ConfigurationError, match="of 0 process groups"):
         mpidl.Join([])
+
+
+class Failing(mpidl.Joinable):
+    """Its hook's end always fails, its begin as well if it is told so. ended: what has ended, in order."""
+
+    def __init__(self, comm: Any, ended: list[Any], *, begins: bool = True) -> None:
+        self.comm, self.ended, self.begins = comm, ended, begins
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.comm
+
+    def join_hook(self, **kwargs: Any) -> mpidl.JoinHook:
+        joinable = self
+
+        class Hook(mpidl.JoinHook):
+            def begin(self, turns: Any, number: int) -> None:
+                super().begin(turns, number)
+                if not joinable.begins:
+                    raise ValueError("begin")
+
+            def end(self) -> None:
+                joinable.ended.append(joinable)
+                raise KeyError("end")
+
+        return Hook()
+
+
+def test_every_hook_that_has_begun_ends_though_another_s_end_fails(comm) -> None:
+    """And the Communicator of the turns is free for the next one."""
+    group = comm.duplicate()
+    spare = communicator_pool.take(group)
+    spare.give_back()
+    ended: list[Any] = []
+    first, second, third = Failing(group, ended), Failing(group, ended), Failing(group, ended, begins=False)
+    with pytest.raises(KeyError, match="end"), mpidl.Join([first, second]):
+        pass
+    assert ended == [second, first]
+    assert communicator_pool.take(group) is spare
+    spare.give_back()
+    ended.clear()
+    with pytest.raises(KeyError, match="end"), mpidl.Join([first, third, second]):
+        pass
+    assert ended == [first]
+    assert communicator_pool.take(group) is spare
+    spare.give_back()

@@ -104,7 +104,7 @@ def test_what_cannot_step_on_a_bucket_is_refused(comm) -> None:
     averager = mpidl.optim.PeriodicAverager(own, comm)
     cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: torch.optim.LBFGS(own), "LBFGS cannot step on a bucket"),
-        (lambda: mpidl.optim.PostLocalSGDOptimizer(torch.optim.SGD(own), averager), "averages weights in them"),
+        (lambda: mpidl.optim.PostLocalSGDOptimizer(torch.optim.SGD(own), averager), "averages weights in some; give"),
         (lambda: Counts(own), "Counts changes count of its groups"),
         (lambda: Decays(own), "Decays steps differently on one parameter at a time"),
         (lambda: TakesAll(own), "a step of TakesAll on a parameter depends on the other parameters"),

@@ -295,6 +295,28 @@ def test_freezing_on_one_rank_is_an_error_on_all(comm) -> None:
         loss.backward()
 
 
+@pytest.mark.ranks(2, 3, 4)
+def test_freezing_for_the_forward_pass_on_one_rank_is_an_error_on_all(comm) -> None:
+    """The models are equal again when the ranks compare them."""
+    model = made(Several)
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
+    whole(wrapped, comm.rank).backward()
+    for change in (
+        lambda m, frozen: m.layers[1].requires_grad_(not frozen),
+        lambda m, on: m.double() if on else m.float(),
+    ):
+        if comm.rank == 0:
+            change(model, True)
+        x = data(comm.rank).to(model.layers[0].weight.dtype)
+        loss = wrapped(x, (0, 1, 2)).sum()
+        change(model, False)
+        with pytest.raises(mpidl.ModelMismatch, match="last forward passes found different parameters that train"):
+            loss.backward()
+    model.zero_grad()
+    whole(wrapped, comm.rank).backward()
+    check(model, mean_gradients(Several, whole, comm.size))
+
+
 def test_freezing_and_unfreezing_around_no_sync(comm) -> None:
     """A gradient under no_sync is averaged, though the next pass does not reach it, or it trains no longer."""
     model = made(Several)
@@ -406,3 +428,35 @@ def test_copies_that_differ_over_the_ranks_are_refused(comm) -> None:
     anew.zero_grad()
     whole(anew, comm.rank).backward()
     check(anew.module, mean_gradients(Several, whole, comm.size))
+
+
+@pytest.mark.parametrize("by", ["pass", "join", "steps"])
+def test_a_copy_averages_what_passes_under_no_sync_gave_before_its_first_other_one(comm, by: str) -> None:
+    """Though that pass reaches other parameters, on all ranks."""
+
+    def loss(m: Any, rank: int) -> torch.Tensor:
+        return m(data(rank), (0, 1)).sum()
+
+    def later(m: Any, rank: int) -> torch.Tensor:
+        return m(data(rank), (1,)).sum()
+
+    def both(m: Any, rank: int) -> torch.Tensor:
+        return loss(m, rank) + later(m, rank)
+
+    wrapped = mpidl.DistributedDataParallel(made(Several), process_group=comm, find_unused_parameters=True)
+    twin = copy.deepcopy(wrapped)
+    assert not twin.accumulated_under_no_sync
+    with twin.no_sync():
+        loss(twin, comm.rank).backward()
+    layers = twin.module.layers
+    assert twin.accumulated_under_no_sync == {*layers[0].parameters(), *layers[1].parameters()}
+    if by == "join":
+        with twin.join():
+            later(twin, comm.rank).backward()
+    elif by == "steps":
+        twin.step_in_backward(torch.optim.SGD(layers[2].parameters(), lr=0.1))
+        later(twin, comm.rank).backward()
+    else:
+        later(twin, comm.rank).backward()
+    check(twin.module, mean_gradients(Several, both, comm.size))
+    assert not twin.accumulated_under_no_sync

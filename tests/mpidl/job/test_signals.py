@@ -41,6 +41,16 @@ def test_of_several_signals_all_ranks_name_the_same(comm) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_several_signals_on_one_rank_the_highest_counts_whatever_their_order(comm, first: int) -> None:
+    with StopSignal(process_group=comm) as stop:
+        if comm.rank == comm.size - 1:
+            signal.raise_signal(KINDS[first])
+            signal.raise_signal(KINDS[1 - first])
+        assert stop.requested() is max(KINDS)
+
+
+@pytest.mark.mpi
 def test_signals_are_given_back(comm) -> None:
     before = [signal.getsignal(number) for number in KINDS]
     with StopSignal(process_group=comm):

@@ -161,6 +161,43 @@ def test_signals_are_passed_on_and_the_job_is_not_started_again(
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_signal_that_comes_while_a_job_is_started_is_passed_on_once(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """A second interrupt would end a launcher at once. It comes before or after the supervisor knows the job."""
+    got: list[int] = []
+
+    class StartingJob:
+        report = Report()
+
+        def __init__(self, *_: object) -> None:
+            if when == "before":
+                signal.raise_signal(signal.SIGINT)
+
+        def signal(self, number: int) -> None:
+            got.append(number)
+
+        def poll(self) -> int:
+            return 1
+
+        def end(self) -> list[str]:
+            return []
+
+        def cause(self, status: int) -> str:
+            return f"status {status}"
+
+    class Interrupted(Supervisor):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name == "_job" and value is not None and when == "after":
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(supervise, "Job", StartingJob)
+    assert Interrupted(RestartPlan(["a-job"], backoff=0)).run() == 130
+    assert got == [signal.SIGINT]
+
+
 def test_after_an_interrupt_a_closed_terminal_changes_nothing(tmp_path: Path) -> None:
     def send() -> None:
         while not (tmp_path / "waits").exists():

@@ -77,6 +77,16 @@ def test_what_is_the_whole_world_is_its_communicator_and_what_is_one_rank_costs_
         mesh["dp"]
 
 
+def test_a_closed_mesh_gives_no_communicator_of_a_part_of_an_axis(comm: Communicator) -> None:
+    mesh = Mesh(comm=comm)
+    half = mesh.split_axis("dp", "halves", comm.rank % 2)
+    assert mesh.split_axis("dp", "halves", comm.rank % 2) is half
+    assert half.size == len(range(comm.rank % 2, comm.size, 2))
+    mesh.close()
+    with pytest.raises(UsageError, match="Mesh: is closed"):
+        mesh.split_axis("dp", "halves", comm.rank % 2)
+
+
 def test_by_default_it_orders_the_world() -> None:
     with Mesh() as mesh:
         assert mesh.comm is mpidl.init()

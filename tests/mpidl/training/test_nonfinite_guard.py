@@ -67,6 +67,26 @@ def test_a_gradient_that_is_no_number_stops_all_ranks_and_is_named(comm, kind: s
 
 
 @pytest.mark.mpi
+@pytest.mark.ranks(2, 3, 4)
+def test_where_only_the_mean_overflows_no_rank_is_named_and_each_parameter_counts_once(comm) -> None:
+    model = torch.nn.Linear(2, 1)
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = mpidl.NonfiniteGuard(wrapped, optimizer, process_group=comm)
+    (wrapped(torch.ones(1, 2)) * 3e38).sum().backward()
+    with pytest.raises(mpidl.TrainingError) as raised:
+        guard.allows(1.0)
+    assert str(raised.value) == "the gradient of bias is not finite, and of 1 after it"
+    optimizer.zero_grad()
+    loss = wrapped(torch.full((1, 2), torch.inf)).sum()  # on every rank the gradient of the weights alone
+    loss.backward()
+    with pytest.raises(mpidl.TrainingError) as raised:
+        guard.allows(1.0)
+    assert str(raised.value) == "the gradient of weight on rank 0 is not finite"
+    guard.close()
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_skipped_step_leaves_the_weights_and_the_next_one_is_taken(comm, kind: str) -> None:
     model, optimizer = engine(comm, kind)
