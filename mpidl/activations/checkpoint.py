@@ -1,6 +1,6 @@
-"""A checkpoint: a function whose insides are not kept for backward, but computed again from its inputs.
+"""Checkpointed call: a function whose activations are not kept for backward, but computed again from its inputs.
 
-    forward     x -> [function] -> y       x is kept: as it is, or in a store
+    forward     x -> [function] -> y       x, the checkpoint, is kept: as it is, or in a store
     backward    x -> [function] -> ...     again, with the same random numbers and autocast, and then its gradients
 
 It is torch.utils.checkpoint without re-entrance, and with what that leaves to the caller: tensors in keywords and

@@ -53,6 +53,7 @@ class ActivationFile:
             self._space.give_back(self._given_back.popleft())
         start = self._space.take(data.numel())
         assert start is not None
+        slot = DiskSlot(self, start, part.numel(), part.dtype)  # gives the space back, also after an exception
         for at in range(0, data.numel(), self._buffer_bytes):
             piece = data[at : at + self._buffer_bytes]
             buffer = self._free.get()
@@ -64,7 +65,7 @@ class ActivationFile:
             except BaseException:  # `_write` will not give it back
                 self._free.put(buffer)
                 raise
-        return DiskSlot(self, start, part.numel(), part.dtype)
+        return slot
 
     def _write(self, buffer: torch.Tensor, nbytes: int, at: int) -> None:
         try:

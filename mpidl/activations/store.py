@@ -268,4 +268,4 @@ def _check(offload: Any, smallest: Any, buffer_mb: Any) -> None:
     if isinstance(smallest, bool) or not isinstance(smallest, int) or smallest < 1:
         raise ConfigurationError(f"smallest: got {smallest!r}; needs a number of bytes of at least 1")
     if isinstance(buffer_mb, bool) or not isinstance(buffer_mb, int | float) or not 2**-20 <= buffer_mb < 2**20:
-        raise ConfigurationError(f"buffer_mb: got {buffer_mb!r}; needs a size above 0, in MiB")
+        raise ConfigurationError(f"buffer_mb: got {buffer_mb!r}; needs a size from 2^-20 to below 2^20, in MiB")

@@ -44,7 +44,8 @@ _WITHOUT_NUMPY = ("BF16", "F8_E4M3", "F8_E5M2")
 SLICES = "$slices"  # in place of a state of the optimizer that has the parameter's shape
 
 file_name = text_of_form(FILE_NAME, "a file, such as rank00000-000.safetensors")
-_part_name = text_of_form(re.compile(r"part(-(pp|tp|ep)\d{1,9}){1,3}", re.ASCII), "a part, such as part-pp0-tp1")
+_PART = re.compile(rf"part(-({'|'.join(MODEL_AXES)})\d{{1,9}}){{1,{len(MODEL_AXES)}}}", re.ASCII)
+_part_name = text_of_form(_PART, "a part, such as part-pp0-tp1")
 
 
 def _one_sum(value: Any) -> None:

@@ -26,12 +26,12 @@ from ..gradients.compression import COMPRESSORS
 from ..gradients.compression.settings import OF_PARAMETERS
 from ..models import bert, gpt2, resnet
 from ..zero.offload.settings import PLACES
-from .activations import RECOMPUTE, activation_bytes, slot_bytes
-from .estimate import DTYPES, STAGES, Estimate, estimate
+from .activations import DTYPES, RECOMPUTE, activation_bytes, slot_bytes
+from .estimate import STAGES, Estimate, estimate
 
 _UNITS = {"GB": 9, "MB": 6, "KB": 3}  # powers of ten
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-_OF_MANY = 10  # the largest figure of a table has at least two digits before the point
+_LEAST_LARGEST = 10  # of the largest total of a table, in its unit, which so has two digits before the point
 
 
 def _models() -> dict[str, Callable[[], torch.nn.Module]]:
@@ -167,7 +167,7 @@ def table(rows: Sequence[Estimate]) -> str:
     columns += ["slots"] if any(row.slots for row in rows) else []
     columns += ["total", "node total"] + (["offloaded"] if any(row.offloaded for row in rows) else [])
     largest = max(row.total for row in rows)
-    unit = next((unit for unit, power in _UNITS.items() if largest >= _OF_MANY * 10**power), "KB")
+    unit = next((unit for unit, power in _UNITS.items() if largest >= _LEAST_LARGEST * 10**power), "KB")
     lines = [["stage", *columns]]
     for row in rows:
         values = [getattr(row, column.replace(" ", "_")) / 10 ** _UNITS[unit] for column in columns]

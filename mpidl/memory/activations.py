@@ -19,7 +19,7 @@ import torch
 from ..errors import ConfigurationError
 from ..tensor.sum_memory import SumMemory
 
-_ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by the names of options
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -69,8 +69,8 @@ def activation_bytes(
     for name, value in given.items():
         if not isinstance(value, int) or value < 1:
             raise ConfigurationError(f"{name}: got {value!r}; needs a whole number of at least 1")
-    if dtype not in _ITEMSIZE:
-        raise ConfigurationError(f"dtype: got {dtype!r}; needs one of {', '.join(_ITEMSIZE)}")
+    if dtype not in DTYPES:
+        raise ConfigurationError(f"dtype: got {dtype!r}; needs one of {', '.join(DTYPES)}")
     if recompute not in RECOMPUTE:
         raise ConfigurationError(f"recompute: got {recompute!r}; needs one of {', '.join(RECOMPUTE)}")
     if partition > 1 and recompute != "full":
@@ -79,7 +79,7 @@ def activation_bytes(
         raise ConfigurationError(f"partition: got {partition} with sequence_parallel, which cuts inputs; needs one")
     if tp > heads:
         raise ConfigurationError(f"tp: got {tp} with {heads} heads; needs at least one for each rank")
-    itemsize, masks = _ITEMSIZE[dtype], int(dropout)
+    itemsize, masks = DTYPES[dtype].itemsize, int(dropout)
     length = -(-sequence // tp) if sequence_parallel else sequence  # tokens between the cut layers
     own_heads = -(-heads // tp)
     between = length * batch * hidden
@@ -114,7 +114,7 @@ def slot_bytes(
     """
     if tp == 1:
         return 0
-    whole = sequence * batch * hidden * _ITEMSIZE[dtype]
+    whole = sequence * batch * hidden * DTYPES[dtype].itemsize
     if sequence_parallel:
         return whole + 2 * whole // (node_ranks or tp)
     return SumMemory.nbytes_for(whole)

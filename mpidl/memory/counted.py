@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ..ddp import DistributedDataParallel
 from ..ddp.used_gradient import UsedGradient
+from ..optim.elementwise_state import state_tensors
 from ..tensor.counting import exchange_bytes
 from ..zero.gradients.sharded_gradient import ShardedGradient
 from .activations import SavedActivations
@@ -108,7 +108,7 @@ def _held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
         for category, own in optimizer.held_tensors().items():
             tensors[category] += own
     else:
-        tensors["optimizer"] += _tensors_in(optimizer.state)
+        tensors["optimizer"] += state_tensors(optimizer.state.values())
     if getattr(optimizer, "stage", 0) < 3:  # in stage 3 they are views of more than this rank's share
         tensors["parameters"] += [p.detach() for p in model.parameters()]
     tensors["parameters"] += model.buffers()
@@ -134,8 +134,3 @@ def _ddp_buckets(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             yield from module.held_tensors()["gradients"]
-
-
-def _tensors_in(state: Any) -> list[torch.Tensor]:
-    """All tensors with at least one dimension in an optimizer's state (step counters are left out)."""
-    return [v for entry in state.values() for v in entry.values() if torch.is_tensor(v) and v.dim() > 0]

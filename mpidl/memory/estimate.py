@@ -36,11 +36,12 @@ from ..tensor.counting import cut_on_meta
 from ..zero.gradients.buffer_pool import ROTATING
 from ..zero.offload.settings import PLACES
 from ..zero.parameters.units import cut_into_units
+from ..zero.slices import HALVES
+from .activations import DTYPES
 from .optimizer_state import WHOLE, StateBytes, name_of, state_of
 from .process import MIB
 
 STAGES = (0, 1, 2, 3)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,8 @@ def estimate(
         state, methods = replace(state, wide=state.wide + (0 if compress is None else 4)), [None]
     reduced = None if reduce_dtype is None else DTYPES[reduce_dtype]
     cap = bucket_cap_mb * MIB
-    if reduced is not None and dtype in ("bf16", "fp16"):  # as ZeroOptimizer, of which these are the precision
+    # MiB of reduced gradients become bytes of parameters, as in a ZeroOptimizer with this precision.
+    if reduced is not None and dtype is not None and DTYPES[dtype] in HALVES:
         cap *= DTYPES[dtype].itemsize / reduced.itemsize
     if isinstance(model, torch.nn.Module):
         if unit:

@@ -166,7 +166,7 @@ class Adam8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _encoded(self, p: torch.Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Encodes Adam's state of a parameter, or of a slice of one, if that has 4096 elements."""
+        """Encodes Adam's state of a parameter or slice, if the whole parameter has at least 4096 elements."""
         encoded = dict(entry)
         if not torch.is_tensor(encoded.get("step")):
             encoded["step"] = torch.tensor(float(encoded.get("step", 0)))

@@ -26,6 +26,7 @@ from collectives import Communicator
 
 from ..errors import ConfigurationError
 from ..mesh.groups import data_group
+from .elementwise_state import state_tensors
 from .outer_steps import OuterSteps
 from .post_local import PostLocalSGDOptimizer
 
@@ -58,7 +59,8 @@ class DiLoCo(PostLocalSGDOptimizer):
     At construction all ranks get rank 0's weights. The arguments must be the same on every rank, and the parameters of
     the same shapes, on which groups are fixed. Every rank must make the same steps. After an outer step with mixing 0
     the fragment's weights are bitwise equal on all ranks; theta_0 always is. The inner state is each rank's own, and so
-    are buffers, such as running statistics, but in a DistributedDataParallel over all ranks outside of no_sync().
+    are buffers such as running statistics, except in a DistributedDataParallel over all ranks, which broadcasts rank
+    0's in passes outside of no_sync().
     Weights must change by steps alone until the next outer step; theta_0 takes the memory of the parameters once more,
     in fp32 for 16-bit ones, and SGD's momentum as much.
 
@@ -114,7 +116,6 @@ class DiLoCo(PostLocalSGDOptimizer):
         if hasattr(inner, "held_tensors"):
             held = dict(inner.held_tensors())
         else:
-            states = [v for entry in inner.state.values() for v in entry.values()]
-            held = {"optimizer": [v for v in states if torch.is_tensor(v) and v.dim() > 0]}
+            held = {"optimizer": state_tensors(inner.state.values())}
         held["optimizer"] = [*held.get("optimizer", []), *self.averager.held_tensors()]
         return held

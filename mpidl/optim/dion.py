@@ -135,7 +135,10 @@ class Dion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Updates parameters with a gradient on any rank; returns the result of `closure`, called with gradients."""
+        """Updates matrices with a gradient on any rank, others with one here; returns the result of `closure`.
+
+        closure: called with gradients on.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -72,6 +72,11 @@ def mark_replicated(value: Any) -> Any:
     return value
 
 
+def state_tensors(entries: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
+    """Lists the tensors of parameters' states, without numbers such as the count of steps."""
+    return [v for entry in entries for v in entry.values() if torch.is_tensor(v) and v.dim() > 0]
+
+
 def is_slice(value: Any, of: torch.Tensor) -> bool:
     """Returns True for a state that is cut as the slice `of`, or, if that is whole, is elementwise."""
     return torch.is_tensor(value) and value.shape == of.shape and not hasattr(value, _REPLICATED)

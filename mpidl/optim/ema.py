@@ -58,7 +58,7 @@ class Weights(Protocol):
         """Returns the shapes of the whole tensors."""
 
     def forget(self) -> None:
-        """Frees the pages of memory that hold weights of a disk."""
+        """Drops from this process's memory the pages of weights on a disk, which keeps them."""
 
     def replaced(self, averages: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
         """Context in which the model computes with the averages. Its end raises if they were changed. Collective."""
@@ -274,7 +274,10 @@ class EMA:
         problem = self._problem(state_dict, shapes) if weights.is_root else None
         if tp is not None and weights.is_root:
             problem = next((found for found in all_gather_object(tp, problem) if found is not None), None)
-        counts = None if problem else [state_dict.get("steps"), state_dict.get("updates"), state_dict.get("buffers")]
+        is_given = weights.is_root and not problem
+        counts = (
+            None if not is_given else [state_dict.get("steps"), state_dict.get("updates"), state_dict.get("buffers")]
+        )
         problem, counts = weights.from_root((problem, counts))
         if problem:
             raise ConfigurationError(f"EMA.load_state_dict: {problem}")

@@ -27,6 +27,7 @@ from ..partial_steps import bring_back
 from ..replicas.checksums import checksum, difference
 from ..replicas.start_check import check_settings_agree
 from ..setting_checks import integer, require
+from .elementwise_state import state_tensors
 from .rank_mean import METHODS, PendingMean, RankMean, is_elementwise, peers_on_other_nodes
 
 
@@ -246,7 +247,10 @@ class OuterSteps:
             self._write_weights(reduction.number, self.mixing)
 
     def global_parameters(self) -> list[torch.Tensor]:
-        """theta_0 of each parameter, in the order of the inner optimizer's groups; under ZeRO of this rank's slices."""
+        """theta_0 of each parameter, in the order of the inner optimizer's groups.
+
+        Under ZeRO of each of this rank's slices, in the order of `owned_weights().values()`.
+        """
         return [view.detach() for views in self._theta_views for view in views]
 
     # ---- state -----------------------------------------------------------------------------------------------
@@ -295,9 +299,8 @@ class OuterSteps:
 
     def held_tensors(self) -> list[torch.Tensor]:
         """theta_0, outer state, errors, and what is reduced."""
-        states = [v for entry in self.optimizer.state.values() for v in entry.values()]
         in_flight = [] if self._in_flight is None else [self._in_flight.mean]
-        own = [v for v in states if torch.is_tensor(v) and v.dim() > 0]
+        own = state_tensors(self.optimizer.state.values())
         return [*self._theta, *own, *self._mean.held_tensors(), *in_flight]
 
 

@@ -98,8 +98,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         more settings; by default in full precision. It is a communication hook, so that no other can be registered.
     compress_parameters: how stage 3, where it gathers, gathers parameters with fewer bytes: "int8", "bf16" or "fp16".
         Passes compute with the rounded values, the same on all ranks; steps, states and `gathered` have full precision.
-    device: where a model on the meta device gets its values, the host's memory by default. Any other one trains where
-        it lies: in the host's memory or on one GPU.
+    device: where a model on the meta device gets its values, the host's memory by default. A model that is not on
+        the meta device trains where it lies: in the host's memory or on one GPU.
 
     Every rank must make the same calls. `backward()` reduces gradients over the ranks (their mean) and adds them to
     those of earlier passes, until `zero_grad`; a parameter's `.grad` is then a `ShardedGradient`, which answers norms
@@ -295,8 +295,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         To go on with another optimizer, other settings or without any. Parameters get back the dtype that they had
         before `precision`, with the values of their masters. Gradients are forgotten. Ask for `state_dict` before:
-        this optimizer cannot be used any more. Raises TrainingError on every rank, and changes nothing, inside
-        `gathered` and for weights that were changed other than by a step, `gathered` or loading.
+        this optimizer cannot be used any more. Raises TrainingError on every rank, and changes nothing, inside a
+        writable `gathered`, in stage 3 over nodes inside any, inside `EMA.averaged`, and for weights that were changed
+        other than by a step, `gathered` or loading.
         """
         model = unwrap(self._parts, self._nonfinite)
         self._installed = self._nonfinite = None
@@ -392,7 +393,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return states.owned_state(self._parts)
 
     def owned_weights(self) -> OwnedWeights:
-        """This rank's slices of the weights that train, as `mpidl.optim.EMA` averages them."""
+        """This rank's slices of the weights that train: `EMA` averages them, and `DiLoCo` steps from them."""
         return states.owned_weights(self._parts)
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
@@ -455,8 +456,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             stage 3 those of one unit.
         bucket_bytes: of each, whole.
         shard_ranks, replicas: the ranks over which state is cut, and those that hold the same shard.
-        steps_on: "slices"; "wholes" for classes whose step needs whole parameters, each on one rank; or "replicas" for
-            those that update whole parameters on every rank.
+        steps_on: "slices"; "wholes" for classes whose step needs whole parameters, each on one rank; or "replicated"
+            for those that update whole parameters on every rank.
         pending_update: whether a delayed update is under way that `flush` would show.
         gradient_buffers: how many buffers the buckets take turns in.
         whole_units: of stage 3 where ranks gather, as over several nodes, the names of the units that are whole on this
@@ -469,7 +470,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             **bucket_stats(parts.shard_reducer.queue.buckets, self.parameter_names()),
             "shard_ranks": parts.shard_group.size,
             "replicas": 1 if replica_comm is None else replica_comm.size,
-            "steps_on": "wholes" if inner.needs_wholes else "replicas" if inner.updates_wholes else "slices",
+            "steps_on": "wholes" if inner.needs_wholes else "replicated" if inner.updates_wholes else "slices",
             "pending_update": parts.offloaded is not None and parts.offloaded.pending,
             "gradient_buffers": parts.shard_reducer.buffer_count,
             **parts.parameters.stats(),

@@ -39,7 +39,7 @@ class Parts:
 
     shard_group: the ranks: all of them, those that have shards, those with this rank's shard.
     tp: the ranks that hold the other parts of these parameters; None if alone.
-    with_tp: the ranks of `shard_group`, and with each of them those of its tp: a step is of all or of none.
+    with_tp: the ranks of `shard_group` and all ranks of tp of each; they step together or not at all.
     mesh: the axes over which the norm of the whole model is taken; None: those of `shard_group`.
     divisor: of contributions to gradients, as `mesh.experts` gives it.
     model: the plain model, trained in place.

@@ -11,7 +11,11 @@ from ..gradients.buckets import BucketLayout
 
 @dataclass(eq=False)
 class ParameterShard:
-    """This rank's shard of a group of parameters of one dtype. values: `layout.shard_size` elements."""
+    """This rank's shard of a group of parameters of one dtype.
+
+    values: `layout.shard_size` elements.
+    trains: whether its parameters do.
+    """
 
     parameters: list[torch.nn.Parameter]
     layout: BucketLayout

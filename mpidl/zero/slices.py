@@ -10,6 +10,8 @@ from ..gradients.buckets import Piece
 from ..partial_steps import bring_back
 from .parameter_shard import ParameterShard
 
+HALVES = (torch.bfloat16, torch.float16)  # parameters of these are stepped on in fp32 masters
+
 
 @dataclass(frozen=True)
 class ShardedStateSpec:
@@ -31,14 +33,14 @@ class Slice:
     def __init__(self, shard: ParameterShard, number: int, piece: Piece) -> None:
         self.shard, self.number, self.piece = shard, number, piece
         own = self.view_in(shard.values)
-        self.is_master = own.dtype in (torch.float16, torch.bfloat16)
+        self.is_master = own.dtype in HALVES
         if self.is_master:
             own = own.float()
         self.values = torch.nn.Parameter(own)
 
     def view_in(self, flat: torch.Tensor) -> torch.Tensor:
         """This slice's place in a shard of parameters or of gradients."""
-        return flat[self.piece.offset : self.piece.offset + self.piece.stop - self.piece.start]
+        return self.piece.view_in(flat)
 
     def counts(self, parameter: torch.nn.Parameter, ranks: int) -> list[int]:
         """Elements of the parameter in each rank's shard, by rank."""

@@ -12,8 +12,8 @@ class ZeroTraffic:
     gathers, gathered_bytes: units or buckets of parameters that were gathered, and the bytes of all ranks' parts.
     reductions, reduced_bytes: buckets of gradients that were reduce-scattered, and their bytes, whole.
     rounds: how often the ranks agreed on what to gather.
-    ahead: how many of this rank's uses found their unit asked for before.
-    peak_bytes: of the units that were whole at one time on some rank.
+    ahead: this rank's uses of a unit that was already asked for.
+    peak_bytes: the most bytes, at a time, of the units that are whole on at least one rank.
     """
 
     gathers: int = 0

@@ -362,7 +362,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         advance: RangeCallback | None = None,
         on_mean: RangeCallback | None = None,
     ) -> PipelinedReduction:
-        """Starts to exchange an array of a bucket. advance, arrived: as of `OneBitExchange.start`."""
+        """Starts to exchange an array of a bucket. advance, on_mean: as of `OneBitExchange.start`."""
         assert self._exchange is not None
         self._has_errors = self._has_error_feedback
         return self._exchange.start(array, self._errors[bucket], advance, on_mean)

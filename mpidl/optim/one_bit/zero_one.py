@@ -183,6 +183,11 @@ class ZeroOneAdam(OneBitOptimizer):
         correction = 1 - self._beta2_of_v ** self.progress["renewed"]
         return denominators(bucket.arrays["exp_avg_sq"], correction, self._eps)
 
+    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """The tensors of `OneBitOptimizer.held_tensors`, and the weights of the last exchange."""
+        held = super().held_tensors()
+        return {**held, "optimizer": held["optimizer"] + [w for kept in self._weights.values() for w in kept]}
+
     # ---- local steps ------------------------------------------------------------------------------------------------
 
     def _step_alone(self, step: int) -> None:

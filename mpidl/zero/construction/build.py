@@ -117,7 +117,7 @@ def build(
     state_names = StateNames.of(model)
     watch, trained = _watch(model)
     with_values = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
-    plan.initial_values.begin(world)  # the last that refuses anything, and the first that changes the model
+    plan.initial_values.begin(world)  # the first that changes the model
     broadcast_states(world, with_values)
     watch.attach(model)
     originals, hooks = plan.conversion.carry_out(model)
@@ -314,7 +314,11 @@ def _check(
         from ..offload import OffloadedOptimizer
 
         halves = conversion.precision.param_dtype is not None
-        offloaded = OffloadedOptimizer(group, offload, optimizer_class, kwargs, groups, halves, place)
+        settings_of_offload = offload
+        offloaded = of_world(
+            lambda: OffloadedOptimizer(group, settings_of_offload, optimizer_class, kwargs, groups, halves, place)
+        )
+    of_world(lambda: initial_values.check(world))
     return group, _AgreedPlan(
         groups=groups,
         place=place,

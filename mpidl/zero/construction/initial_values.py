@@ -1,6 +1,7 @@
 """Gives initial values to parameters and buffers on the meta device, and to parameters that precision converts.
 
 of      decides where each tensor's values come from; refuses what cannot work, and changes nothing
+check   compares files and recordings over the ranks; changes nothing either
 begin   replaces them by placeholders: ordinary parameters that hold one element, whatever their shape
         ... the optimizer cuts placeholders into shards, makes masters of them ...
 finish  fills shards and masters, a tensor at a time
@@ -118,17 +119,20 @@ class InitialValues:
     def _loaded(self) -> set[torch.Tensor]:
         return set() if self._files is None else self._files.tensors
 
-    def begin(self, comm: Communicator) -> None:
-        """Agrees with rank 0 on random numbers, and makes meta tensors ordinary ones. Collective.
+    def check(self, comm: Communicator) -> None:
+        """Raises on every rank for files or recordings that differ over the ranks, or a tied tensor of several values.
 
-        Before that, an error on every rank for files that differ over the ranks, or in the values of a tied tensor.
+        ModelMismatch, and ConfigurationError. Collective.
         """
         if self._files is not None:
             self._files.check(comm)
-        tapes = [recording.tape for recording in self._recorded]
-        check_settings_agree(comm, "model (deferred_init)", {f"recording {n}": t.digest() for n, t in enumerate(tapes)})
-        for tape in tapes:
-            drawing = [o for o in tape.operations if isinstance(o.start, torch.Tensor)]
+        digests = {f"recording {n}": recording.tape.digest() for n, recording in enumerate(self._recorded)}
+        check_settings_agree(comm, "model (deferred_init)", digests)
+
+    def begin(self, comm: Communicator) -> None:
+        """Agrees with rank 0 on random numbers, and makes meta tensors ordinary ones. Collective."""
+        for recording in self._recorded:
+            drawing = [o for o in recording.tape.operations if isinstance(o.start, torch.Tensor)]
             starts = broadcast_object(comm, [o.start for o in drawing] if comm.rank == 0 else None)
             for operation, start in zip(drawing, starts, strict=True):
                 operation.start = start
@@ -170,7 +174,8 @@ class InitialValues:
         if self._calls is not None:
             self._run_calls(comm, self._calls, targets)
         if self._files is not None:
-            self._files.fill({t: targets[t] for t in loaded})
+            files = self._files
+            check_everywhere(comm, lambda: files.fill({t: targets[t] for t in loaded}))
         broadcast_states(comm, [*whole, *self._buffers])
         return bool(empty or loaded)
 
@@ -213,7 +218,7 @@ def targets_of(
     found: dict[torch.Tensor, list[Target]] = {}
     for shard in shards:
         for p, piece in zip(shard.parameters, shard.layout.pieces(rank), strict=True):
-            place = shard.values[piece.offset : piece.offset + piece.stop - piece.start]
+            place = piece.view_in(shard.values)
             masters = [slices[p].values.detach()] if p in slices and slices[p].is_master else []
             found[p] = [Target(piece.start, piece.stop, (place, *masters))]
     for tensor in (*model.parameters(), *model.buffers()):

@@ -141,7 +141,10 @@ class Recording(TorchDispatchMode):
         if _takes_device(function):
             device = kwargs.get("device")
             if device is not None and torch.device(device).type not in ("cpu", "meta"):
-                raise ConfigurationError(f"deferred_init: {function} on {device}; ZeRO's parameters are on CPUs")
+                raise ConfigurationError(
+                    f"deferred_init: {function} on {device}; values are computed in the host's memory: needs device "
+                    "'cpu' in build, and ZeroOptimizer(device=...) for a GPU"
+                )
             kwargs.pop("pin_memory", None)
             called, meta = {**kwargs, "device": torch.device("cpu")}, {**kwargs, "device": torch.device("meta")}
         random, written = _is_random(function), _written(function, args, kwargs)
@@ -204,7 +207,7 @@ class Recording(TorchDispatchMode):
     def _position(self, generator: torch.Generator) -> Start:
         """The start of a random operation's numbers: after which other one, or the state from which on."""
         if generator.device.type != "cpu":
-            raise ConfigurationError(f"deferred_init: a generator on {generator.device}; ZeRO's parameters are on CPUs")
+            raise ConfigurationError(f"deferred_init: a generator on {generator.device}; needs a generator of the CPU")
         state = generator.get_state()
         return self._marks.get(_bytes(state), state)
 

@@ -20,8 +20,10 @@ from ...gradients.grad_bucket import Handle
 class BucketGradient:
     """The gradient of one bucket.
 
-    In memory, in stages 2 and 3: nothing until the first gradient arrives; then bucket.flat, until it is reduced; then
-    `shard` alone, until `clear`. Stage 1 keeps bucket.flat, of which `shard` is a view.
+    In memory, where buckets take turns in buffers: nothing until the first gradient arrives; then bucket.flat, until it
+    is reduced; then `shard` alone, until `clear` or the step of a `Stepper`. With `keeps_memory` that lies in `memory`,
+    which is there from the first reduction on. Stage 1 without `step_in_backward` keeps bucket.flat, of which `shard`
+    is a view.
 
     number: of the bucket, in the order of reductions.
     keeps_memory: whether the bucket is reduced into `memory`, which stays from step to step, and not in place.

@@ -66,11 +66,6 @@ class GradAttributes:
         self._changes: list[tuple[str, list[str]]] = []
         self._pass_is_open = False
 
-    @property
-    def _has_wholes(self) -> bool:
-        """True if this rank has whole gradients, which may differ from the other ranks'."""
-        return self._gradients.sums_whole
-
     # ---- in step with the passes ------------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
@@ -99,7 +94,8 @@ class GradAttributes:
                 if reached or used:
                     if p not in self._made:
                         layout = bucket.layout
-                        piece = layout.whole(index) if self._has_wholes else layout.piece(index, self._comm.rank)
+                        is_whole = self._gradients.sums_whole
+                        piece = layout.whole(index) if is_whole else layout.piece(index, self._comm.rank)
                         place = GradientPlace(self._names[p], number, index, piece, weakref.ref(self), placement(p))
                         self._made[p] = ShardedGradient(place, p.shape, p.dtype, p.device)
                     yield p, self._made[p].place
@@ -163,10 +159,10 @@ class GradAttributes:
 
     def take_changes(self) -> str:
         """Returns what was noted since the last call."""
-        told = "; ".join(f"{change} of {', '.join(names)}" if names else change for change, names in self._changes)
+        changes = "; ".join(f"{change} of {', '.join(names)}" if names else change for change, names in self._changes)
         self._changes.clear()
         self._norms.clear()  # a step may change gradients too
-        return told
+        return changes
 
     def step_problem(self) -> str | None:
         """The reason why no step can be taken on this rank's gradients."""
@@ -206,8 +202,8 @@ class GradAttributes:
         return self._part(place)
 
     def _part(self, place: GradientPlace) -> torch.Tensor:
-        piece, take = place.piece, self._gradients.whole if self._has_wholes else self._gradients.shard
-        return take(place.number)[piece.offset : piece.offset + piece.stop - piece.start]
+        take = self._gradients.whole if self._gradients.sums_whole else self._gradients.shard
+        return place.piece.view_in(take(place.number))
 
     def shows(self, gradient: ShardedGradient) -> bool:
         """True if the tensor is the one that was put into `.grad`, and not another one that refers to it."""
@@ -221,7 +217,7 @@ class GradAttributes:
 
     def _change(self, place: GradientPlace, change: str) -> torch.Tensor:
         self._norms.clear()
-        if not self._has_wholes:  # else each rank may change its own, as under DDP
+        if not self._gradients.sums_whole:  # else each rank may change its own, as under DDP
             self.note(change, place.name)
         self._gradients.promote_to_fp32()
         return self._part(place)
@@ -237,7 +233,7 @@ class GradAttributes:
         self._release()
         places = [place for p, place in self._reached() if p in self._shown]
         norms = local_norms([self._part(place) for place in places], order)
-        if self._has_wholes:
+        if self._gradients.sums_whole:
             return dict(zip(places, norms.tolist(), strict=True))
         number = code(f"norms of order {order} of {len(places)} gradients", _EXACT_BITS)
         if math.isinf(order):
@@ -301,7 +297,7 @@ class GradAttributes:
 
     def gather_part_values(self, place: GradientPlace, operation: str, value: float) -> torch.Tensor:
         """The value of each part of a gradient: those of `gather_values`, or the given one of a whole gradient."""
-        if self._has_wholes:
+        if self._gradients.sums_whole:
             return torch.tensor([value], dtype=torch.float64)
         return self.gather_values(place, operation, value)
 
@@ -323,7 +319,7 @@ class GradAttributes:
 
     def whole(self, place: GradientPlace, part: torch.Tensor) -> torch.Tensor:
         """All ranks' parts, flat; a copy of a whole gradient. Collective, unless this rank has whole ones."""
-        if self._has_wholes:
+        if self._gradients.sums_whole:
             return part.clone()
         self.gather_values(place, "whole tensor", 0.0)
         layout = self._gradients.buckets[place.number].layout

@@ -30,13 +30,13 @@ class ReducedGradients:
     queue: fills the buckets.
     buffers: that buckets take to be filled.
     rank: among those over which gradients are cut.
-    keep_whole: stage 1, where the buckets stay allocated.
+    keep_whole: stage 1 without `step_in_backward`, where the buckets stay allocated.
     place: where the parameters lie.
     finish_reductions: waits for reductions in flight.
     discard_reductions: waits for them and drops their results.
 
-    sums_whole: stage 1 with a hook that leaves a whole bucket reduced: what several passes give adds up in all of it;
-        may be set.
+    sums_whole: where the inner optimizer `updates_wholes`: its hook leaves a whole bucket reduced, and what several
+        passes give adds up in all of it; may be set.
     """
 
     def __init__(
@@ -90,6 +90,10 @@ class ReducedGradients:
     def whole(self, number: int) -> torch.Tensor:
         """All gradients of bucket `number`, with `sums_whole`; zeros if there was no pass. TrainingError as `shard`."""
         self.refuse_unreduced()
+        return self.whole_so_far(number)
+
+    def whole_so_far(self, number: int) -> torch.Tensor:
+        """Returns what `whole` does, also in a pass that reduces what passes before it did not."""
         self._finish_reductions()
         gradients = self._by_bucket[self._queue.buckets[number]]
         flat = gradients.bucket.flat
@@ -168,7 +172,7 @@ class ReducedGradients:
             gradients.bucket.views[index].zero_()
         elif gradients.shard is not None:
             piece = gradients.bucket.layout.piece(index, self._rank)
-            gradients.shard[piece.offset : piece.offset + piece.stop - piece.start].zero_()
+            piece.view_in(gradients.shard).zero_()
 
     def forget_used(self) -> None:
         """Forgets which gradients the steps of the last backward pass have used up."""

@@ -2,8 +2,8 @@
 
 Kinds of tensor, and which share storage:
 
-    bucket.flat     a bucket's gradients, whole, in the dtype in which they are reduced; stage 1 keeps it, stages 2 and
-                    3 take a buffer for it from `BufferPool` until it is reduced
+    bucket.flat     a bucket's gradients, whole, in the dtype in which they are reduced; stage 1 keeps it, stages 2
+                    and 3, and stage 1 with `step_in_backward`, take a buffer from `BufferPool` until it is reduced
     gradient shard  this rank's part of the mean over the ranks; in stage 1 a view of bucket.flat; fp32 of its own
                     once 16-bit ones are summed, clipped or unscaled
     values          this rank's part of the parameters; in stages 1 and 2 a view of the whole flat parameters
@@ -63,7 +63,8 @@ class ShardReducer:
     shards: of the parameters of each bucket, in the order in which they are reduced.
     over: the ranks that have shards, and those that have the same one.
     watch: of the backward passes; `begin_pass`, `queue` and `abandon_pass` belong to its phases.
-    keep_whole: stage 1, where the buckets stay allocated; else they take turns in a few buffers.
+    keep_whole: stage 1 without `step_in_backward`, where the buckets stay allocated; else they take turns in a few
+        buffers.
     names: of the parameters.
     reduce_dtype: of the buckets; by default that of their parameters.
     wait: waits for a Work, optionally with a limit in seconds, after which it raises WorkTimeout.
@@ -287,7 +288,7 @@ class ShardReducer:
             bucket.allocate(flat)
         elif not any(gradients.filled) and gradients.shard is not None and self._keep_whole:
             if self.reduced_gradients.sums_whole:
-                self.reduced_gradients.whole(gradients.number)  # refuses what is not whole
+                self.reduced_gradients.whole_so_far(gradients.number)  # refuses what is not whole
                 gradients.filled, gradients.shard = list(gradients.reached), None
             else:
                 gradients.shard = gradients.shard.clone()
@@ -406,11 +407,13 @@ class ShardReducer:
     def _end_reductions(self) -> None:
         """Waits for what is in flight, also where its results are lost, as a communication hook's wait() raises."""
         while self._in_flight:
+            oldest = self._in_flight[0]
             try:
                 self._finish_oldest_reduction(steps=False)
             except Exception:  # the pass has ended with one that tells more
-                gradients = self._in_flight.popleft()
-                gradients.bucket.work = gradients.handle = gradients.target = gradients.agreed_reached = None
+                if self._in_flight and self._in_flight[0] is oldest:  # it raised while it waited
+                    self._in_flight.popleft()
+                oldest.bucket.work = oldest.handle = oldest.target = oldest.agreed_reached = None
 
 
 def _refuse_double_backward() -> None:

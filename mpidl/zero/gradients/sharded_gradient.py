@@ -275,9 +275,9 @@ class ShardedGradient(torch.Tensor):
         return self._with(function(*args, **kwargs))
 
     def _changed(self, function: Any, args: Any, kwargs: dict[str, Any]) -> ShardedGradient:
-        told = [*args[1:], *kwargs.values()]
+        compared = [*args[1:], *kwargs.values()]
         args, kwargs = self._parts(function, (args, kwargs))
-        function(self._target(function, told), *args[1:], **kwargs)
+        function(self._target(function, compared), *args[1:], **kwargs)
         return self
 
     def _into(self, function: Any, args: Any, kwargs: dict[str, Any]) -> ShardedGradient:
@@ -346,7 +346,7 @@ class ShardedGradient(torch.Tensor):
 
 
 @dataclass(frozen=True)
-class _PendingReduction:
+class _Reduction:
     """A reduction of a gradient over the ranks.
 
     local: of this rank's part, which may be empty.
@@ -372,16 +372,16 @@ def _least(part: torch.Tensor) -> Any:
 
 
 _REDUCTIONS = {
-    "sum": _PendingReduction(_sum, torch.sum),
-    "mean": _PendingReduction(_sum, torch.sum),
-    "max": _PendingReduction(_largest, torch.max),
-    "amax": _PendingReduction(_largest, torch.max),
-    "min": _PendingReduction(_least, torch.min),
-    "amin": _PendingReduction(_least, torch.min),
-    "all": _PendingReduction(torch.all, torch.min, torch.bool),
-    "any": _PendingReduction(torch.any, torch.max, torch.bool),
-    "count_nonzero": _PendingReduction(torch.count_nonzero, torch.sum, torch.int64),
-    "_local_scalar_dense": _PendingReduction(_sum, torch.sum),
+    "sum": _Reduction(_sum, torch.sum),
+    "mean": _Reduction(_sum, torch.sum),
+    "max": _Reduction(_largest, torch.max),
+    "amax": _Reduction(_largest, torch.max),
+    "min": _Reduction(_least, torch.min),
+    "amin": _Reduction(_least, torch.min),
+    "all": _Reduction(torch.all, torch.min, torch.bool),
+    "any": _Reduction(torch.any, torch.max, torch.bool),
+    "count_nonzero": _Reduction(torch.count_nonzero, torch.sum, torch.int64),
+    "_local_scalar_dense": _Reduction(_sum, torch.sum),
 }
 _FOREACH = _ELEMENTWISE | _IN_PLACE | _NORMS | set(_REDUCTIONS)  # of torch._foreach_...
 _OF_COMPLEX = frozenset({"all", "any", "count_nonzero"})
@@ -431,8 +431,8 @@ def _for_each(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[An
 def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
     """Unscales gradients as torch.amp.GradScaler does, with one answer of all ranks. Collective."""
     own = [g for g in gradients if isinstance(g, ShardedGradient)]
-    told = f"unscaled by {_argument_text(inverse_scale)}"
-    parts = [g.place.live_source().write(g.place, told) if isinstance(g, ShardedGradient) else g for g in gradients]
+    change = f"unscaled by {_argument_text(inverse_scale)}"
+    parts = [g.place.live_source().write(g.place, change) if isinstance(g, ShardedGradient) else g for g in gradients]
     torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inverse_scale)
     place = own[0].place
     found = float(place.live_source().gather_values(place, "finite", float(found_inf)).max())

@@ -9,7 +9,10 @@ import torch
 
 
 class Stepper(Protocol):
-    """Steps on each bucket's shard as soon as it is reduced, so that no gradient is kept. The same on all ranks."""
+    """Steps on each bucket's shard when its reduction has been waited for. No gradient is kept. The same on all ranks.
+
+    A reduction is waited for when another bucket needs the buffer, at the latest at the end of the pass.
+    """
 
     def begin(self) -> None:
         """Begins a pass that communicates."""

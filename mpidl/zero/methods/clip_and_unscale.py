@@ -1,7 +1,8 @@
 """Clips, unscales, searches and clears a ZeroOptimizer's reduced gradients, between backward passes and the step.
 
 Every rank holds its shards of the mean over the ranks. A norm is a sum over all shards. A rank makes a change on its
-own shards, and `GradAttributes` notes it, so that the step refuses changes that differ over the ranks.
+own shards. Clipping is noted by `GradAttributes`, so that the step refuses clipping that differs over the ranks;
+unscaling is not.
 
 Where the optimizer updates whole parameters (OneBitAdam), every rank has whole buckets, of means or of its own
 gradients. Norms and changes are then of what it has.

@@ -23,17 +23,17 @@ def load_safetensors(
 
     flush(parts)
     names = parts.names.tensors(parts.model)
-    files = check_everywhere(parts.comm, lambda: WeightFiles(path, rename, missing, names))
+    files = check_everywhere(parts.with_tp, lambda: WeightFiles(path, rename, missing, names))
     files.check(parts.comm)
     if files.tensors.issuperset(names.values()):
         parts.guard.put_back()
     else:
-        refuse_everywhere(parts.comm, parts.guard.weight_problem(inside=True))
+        refuse_everywhere(parts.with_tp, parts.guard.weight_problem(inside=True))
         if parts.gathered_blocks.is_open:
             with gathered(parts, None, True, from_rank=None):
                 pass  # what blocks around this have changed is in the shards then
     parts.parameters.release(inside_gathered=True)
     targets = targets_of(parts.model, parts.shard_group.rank, parts.parameters.shards, parts.slices)
-    files.fill({t: targets[t] for t in files.tensors})
+    check_everywhere(parts.with_tp, lambda: files.fill({t: targets[t] for t in files.tensors}))
     parts.parameters.publish()
     parts.guard.accept()

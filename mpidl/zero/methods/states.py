@@ -49,7 +49,7 @@ def model_state(parts: Parts, masters: bool) -> dict[str, Any]:
     masters: in fp32 where there are any.
     """
     flush(parts)
-    refuse_everywhere(parts.comm, parts.guard.weight_problem())
+    refuse_everywhere(parts.with_tp, parts.guard.weight_problem())
     parts.inner.refuse_local_weights()
     slices = parts.slices if masters else {}
     tp = _tp(parts)
@@ -113,7 +113,9 @@ def owned_state(parts: Parts) -> OwnedState:
 def owned_weights(parts: Parts) -> OwnedWeights:
     """This rank's slices of the weights that train."""
     names = {p: name for name, p in reversed(parts.names.parameters.items())}
-    return OwnedWeights(parts.shard_group, parts.parameters, parts.slices, names, _owned(parts), parts.guard)
+    return OwnedWeights(
+        parts.shard_group, parts.parameters, parts.slices, names, _owned(parts), parts.guard, parts.with_tp
+    )
 
 
 def _owned(parts: Parts) -> OwnedState:

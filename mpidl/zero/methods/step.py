@@ -87,7 +87,8 @@ def make_step(
 def before_backward_steps(parts: Parts, outer: torch.optim.Optimizer) -> None:
     """Checks, as a step does, that a backward pass may change the parameters, and prepares them for it. Collective."""
     assert parts.backward_steps is not None
-    problem = parts.guard.step_problem(parts.slices) or parts.backward_steps.take_foreign_problem()
+    steps = parts.backward_steps
+    problem = steps.open_problem() or parts.guard.step_problem(parts.slices) or steps.take_foreign_problem()
     parts.parameters.wait_for_gathers()
     _hand_settings_on(parts, outer)
     _agreed(parts, problem, [], settings_of(outer.param_groups, outer.defaults))
@@ -141,7 +142,7 @@ def _agreed(parts: Parts, problem: str | None, flags: list[bool], settings: dict
         parts.tp.all_reduce(over_tp, "max")
         refused, differ = bool(over_tp[0]), bool(over_tp[1]) or not same_fingerprints(over_tp)
     if refused:
-        raise_everywhere(parts.with_tp, problem)
+        raise_everywhere(parts.comm, problem)
     if differ:
         check_settings_agree(parts.with_tp, "step", settings)
     return [bool(flag) for flag in agreed[1 : 1 + len(flags)]]

@@ -24,11 +24,11 @@ def add_group(parts: Parts, param_group: dict[str, Any]) -> dict[str, Any]:
     The settings of the new inner group are those of `param_group`. Raises, on every rank and before anything is
     changed, ConfigurationError and the class's own errors.
     """
-    group = check_everywhere(parts.comm, lambda: _checked(parts.model, parts.slices, param_group))
-    check_settings_agree(parts.comm, "add_param_group", {"params": parts.names_of(group["params"])})
+    group = check_everywhere(parts.with_tp, lambda: _checked(parts.model, parts.slices, param_group))
+    check_settings_agree(parts.with_tp, "add_param_group", {"params": parts.names_of(group["params"])})
     # The class's own errors, before anything is changed.
-    check_everywhere(parts.comm, lambda: try_group(parts.prototype, group))
-    check_everywhere(parts.comm, lambda: _check_needs(parts, group))
+    check_everywhere(parts.with_tp, lambda: try_group(parts.prototype, group))
+    check_everywhere(parts.with_tp, lambda: _check_needs(parts, group))
     flush(parts)
     shards = parts.parameters.unfreeze(group["params"], parts.names_of)
     parts.shard_reducer.add(shards)

@@ -29,7 +29,7 @@ def unwrap(parts: Parts, nonfinite: NonfiniteWatch | None) -> torch.nn.Module:
     nonfinite: what watches the gradients' values. Errors as of `ZeroOptimizer.unwrap`; they change nothing.
     """
     flush(parts)
-    refuse_everywhere(parts.comm, parts.guard.block_problem("unwrap") or parts.guard.weight_problem())
+    refuse_everywhere(parts.with_tp, parts.guard.block_problem("unwrap") or parts.guard.weight_problem())
     parts.inner.refuse_local_weights()
     parts.parameters.release()
     clip_and_unscale.clear(parts, nonfinite, set_to_none=True)

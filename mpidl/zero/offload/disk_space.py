@@ -20,7 +20,7 @@ from ...job.agreement import check_everywhere
 from ...job.objects import all_gather_object
 from ...optim.elementwise_state import EIGHT_BIT_LEAST, note_whole_size
 from ...optimizer_trial import without_parameters
-from .offloaded_slice import HALVES
+from ..slices import HALVES
 from .settings import Offload
 from .swap_file import SwapFile
 
@@ -43,11 +43,12 @@ def foresee(make: Make, group: Mapping[str, Any], dtype: torch.dtype, size: int)
     return {name: v.dtype for name, v in entry.items() if torch.is_tensor(v) and v.shape == p.shape}
 
 
-def needed(make: Make, groups: Groups, halves: bool, ranks: int) -> int:
+def needed(make: Make, groups: Groups, halves: bool, ranks: int, *, on_accelerator: bool) -> int:
     """Bytes of a rank's file.
 
     groups: the model's parameters.
     halves: they will be of 16 bits.
+    on_accelerator: they will lie in its memory, and so have masters.
     """
     total = regions = 0
     for group in groups:
@@ -58,7 +59,7 @@ def needed(make: Make, groups: Groups, halves: bool, ranks: int) -> int:
             key = (dtype, p.numel() < EIGHT_BIT_LEAST)
             if key not in each:
                 each[key] = [kind.itemsize for kind in foresee(make, group, dtype, p.numel()).values()]
-            master = dtype.itemsize if half or p.device.type != "cpu" else 0
+            master = dtype.itemsize if half or on_accelerator else 0
             total += p.numel() * (sum(each[key]) + master)
             regions += len(each[key]) + 1
     return -(-total // ranks) + regions * _PADDING

@@ -16,9 +16,7 @@ from collectives.devices import Arrival, Copies
 
 from ...gradients.buckets import Piece
 from ..parameter_shard import ParameterShard
-from ..slices import Slice
-
-HALVES = (torch.float16, torch.bfloat16)
+from ..slices import HALVES, Slice
 
 
 class Gradient:
@@ -90,7 +88,7 @@ class OffloadedSlice(Slice):
 
     @property
     def largest(self) -> int:
-        """The largest slice of the parameter on any rank, in elements."""
+        """An upper bound of this parameter's slices on all ranks, in elements; the same on every rank."""
         return min(self.shard.layout.sizes[self.index], self.shard.layout.shard_size)
 
     def attach(self, gradient: torch.Tensor | None) -> None:

@@ -23,7 +23,7 @@ from collectives.devices import HOST, Place
 from ...errors import ConfigurationError, TrainingError
 from ...gradients.buckets import MIB, Piece
 from ...job.agreement import check_everywhere, first_problem, is_anywhere
-from ...optim.elementwise_state import EIGHT_BIT_LEAST
+from ...optim.elementwise_state import EIGHT_BIT_LEAST, state_tensors
 from ...optim.trust_ratio import TrustRatioOptimizer, squared_norms_over
 from ...optimizer_trial import without_parameters
 from ...replicas.start_check import check_settings_agree
@@ -77,7 +77,9 @@ class OffloadedOptimizer(InnerOptimizer):
         self._foreseen: dict[tuple[int, torch.dtype, bool], dict[str, torch.dtype]] = {}
         self._storage: Storage | None = None
         if settings.to == "disk":
-            self._storage = open_file(self._comm, settings, needed(self._make_inner, groups, halves, over.size))
+            on_accelerator = place.device.type != "cpu"
+            nbytes = needed(self._make_inner, groups, halves, over.size, on_accelerator=on_accelerator)
+            self._storage = open_file(self._comm, settings, nbytes)
         self._buffering = TripleBuffering()
         self._to_host, self._to_device = place.copies(), place.copies()
         self._updater = ThreadPoolExecutor(1, "mpidl-offload-update") if settings.delayed_update else None
@@ -259,7 +261,7 @@ class OffloadedOptimizer(InnerOptimizer):
             self.forget()
 
     def forget(self) -> None:
-        """Removes what was read of the storage through tensors from this process's memory."""
+        """Drops from this process's memory the pages of what tensors read or wrote of the storage, which keeps it."""
         if self._storage is not None:
             self._storage.forget()
 
@@ -313,4 +315,4 @@ class OffloadedOptimizer(InnerOptimizer):
         for group in self._groups:
             for chunk in group.chunks:
                 entry = group.inner.state.get(chunk.parameter, {})
-                yield from ((chunk.part, v) for v in entry.values() if torch.is_tensor(v) and v.dim() > 0)
+                yield from ((chunk.part, tensor) for tensor in state_tensors([entry]))

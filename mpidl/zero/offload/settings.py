@@ -26,8 +26,8 @@ class Offload:
     delayed_update: the step is computed in a thread during the next forward and backward pass, and its weights are seen
         after the next step: gradients are those of weights one update old. Costs memory for a copy of this rank's
         gradients and new weights. Source: Ren et al. 2021, "ZeRO-Offload", section 5.2.
-    delay_from: how many first steps are not delayed, in which gradients change fast. Counted from construction, and by
-        checkpoints: with training that goes on from a `state_dict`, 0.
+    delay_from: how many first steps are not delayed, in which gradients change fast. Counted from construction.
+        Checkpoints save the count, a `state_dict` does not: give 0 where training goes on from one.
 
     Raises ConfigurationError.
     """

@@ -46,7 +46,7 @@ class Storage(Protocol):
         """A state of a whole slice, as a tensor: what is written to it is stored."""
 
     def forget(self) -> None:
-        """Removes what such tensors have read from this process's memory, until they are used again."""
+        """Drops from this process's memory the pages that such tensors have read or written; the storage keeps them."""
 
     def read(self, transfers: Iterable[Transfer], buffer: torch.Tensor) -> None:
         """Fills the transfers' places in the buffer (uint8). Raises OSError."""

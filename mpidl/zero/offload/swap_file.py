@@ -33,11 +33,6 @@ class SwapFile:
         self._maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # shorter ones too, that tensors still have
         self._lengthen(reserved)
 
-    @property
-    def used(self) -> int:
-        """Bytes in regions."""
-        return self._end
-
     def extent(self, part: OffloadedSlice, name: str, dtype: torch.dtype, start: int, stop: int) -> Extent:
         """Implements `Storage.extent`."""
         first = self._region(part, name, dtype) + (part.piece.offset + start) * dtype.itemsize

@@ -240,7 +240,7 @@ class GatherRounds:
 def join_rounds_until_all_leave(comm: Communicator, units: int) -> None:
     """Joins rounds without an engine, until every rank does so. Collective.
 
-    Or until a rank cannot go on without this one's shards: then it is for the watchdog to say so.
+    Or until a rank needs this one's shards, which are gone: the watchdog reports that.
 
     units: how many there are.
     """

@@ -60,7 +60,7 @@ from .unit_hooks import UnitHooks
 from .units import UnitLayout, backward_order
 
 FIRST_POLL_S, _POLL_S = 0.1, 0.002  # a wait for a reduction, before its first and its further rounds for other ranks
-_REDUCTION_STALL_S = 10.0  # until a rank that waits for a reduction, while all others drain, counts as stuck
+_REDUCTION_STALL_S = 10.0  # until a rank that waits for a reduction, while this one drains, counts as stuck
 
 
 class ShardedParameters(ParameterStrategy):

@@ -10,12 +10,15 @@ The optimizer's parts call a strategy only by the methods of `ParameterStrategy`
     construction   the strategy cuts `shards`; publish(), if values were filled into them afterwards; start()
     forward        the strategy's own hooks and tensor subclasses
     backward       by phase (`gradients.backward`), in the thread of the pass:
-        begun      with `step_in_backward` step_problem() and wait_for_gathers()
+        begun      with `step_in_backward` step_problem(), wait_for_gathers(), and wait_for_reduction(work) of the
+                   agreement
         reached    on_gradient for each parameter; wait_for_reduction(work) of the oldest reduction, where a bucket
                    needs a buffer and none is free
         filled     end_backward()
         reduced    wait_for_reduction(work) of each reduction that is left, and of the agreement; with
                    `step_in_backward` release() and publish(), as the pass steps; then drain()
+        abandoned  in place of the phases that are left: end_backward(); wait_for_reduction(work) of each reduction in
+                   flight
     step()         step_problem(), then release(), the optimizer's step on `shards`, publish()
 
 All ranks call publish, release, drain, gathered and unfreeze, in the same order, also where a strategy sends no message

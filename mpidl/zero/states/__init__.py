@@ -3,8 +3,10 @@
 `methods.states` calls it.
 
     whole_states       gathers whole states from the shards on rank 0, and scatters them back; plain formats
-    owned_state        this rank's slices of parameters and gradients, which a checkpoint writes and fills
-    owned_weights      this rank's slices of the weights, of which EMA keeps averages
+    owned_state        this rank's slices of parameters and gradients; a checkpoint reads and fills them, DiLoCo fills
+                       those of parameters
+    owned_weights      this rank's slices of the weights, for EMA, which averages them, and DiLoCo, which steps from
+                       them
     separate_storages  `model.state_dict()` with a storage for each tensor
 
 `mpidl.checkpoint` saves and loads a ZeroOptimizer by the methods of `owned_state`: what a checkpoint is to store of

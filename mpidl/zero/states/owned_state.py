@@ -57,8 +57,8 @@ class OwnedState:
         grads: GradAttributes,
         shards: Sequence[ParameterShard],
         inner: InnerOptimizer,
-        offloaded: OffloadedOptimizer | None = None,
-        guard: WeightGuard | None = None,
+        offloaded: OffloadedOptimizer | None,
+        guard: WeightGuard,
     ) -> None:
         self._over, self.comm = over, over.world
         self._parameters, self._slices, self._shards = parameters, slices, shards
@@ -81,7 +81,7 @@ class OwnedState:
                 if p in self._slices:
                     values: torch.Tensor = self._slices[p].values
                 else:
-                    values = shard.values[piece.offset : piece.offset + piece.stop - piece.start]
+                    values = piece.view_in(shard.values)
                 found.append(OwnedSlice(p, piece.start, piece.stop, values, self._over.has_root))
         return found
 
@@ -92,8 +92,7 @@ class OwnedState:
         unpublished: parameters that get new values with the next step, until when they have those written to
             `published_values`.
         """
-        if self._guard is not None:
-            self._guard.put_back()
+        self._guard.put_back()
         self._parameters.release()
         if self._offloaded is not None:
             self._offloaded.hold_back([])
@@ -106,8 +105,7 @@ class OwnedState:
             if self._offloaded is not None:
                 self._offloaded.hold_back(self._offloaded_slice(p) for p in self._slices if p in unpublished)
             self._parameters.publish()
-        if self._guard is not None:
-            self._guard.accept()
+        self._guard.accept()
 
     # ---- what offload adds -----------------------------------------------------------------------------------------
 
@@ -143,7 +141,7 @@ class OwnedState:
         return self._offloaded.state.allocate(key, name, dtype)
 
     def forget(self) -> None:
-        """Removes slices on the disk that were read or written from this process's memory."""
+        """Drops from this process's memory the pages of slices that were read or written; the disk keeps them."""
         if self._offloaded is not None:
             self._offloaded.forget()
 

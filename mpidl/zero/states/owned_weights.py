@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from collectives import Communicator
 
 from ...errors import TrainingError
-from ...job.agreement import refuse_everywhere
+from ...job.agreement import check_everywhere, refuse_everywhere
 from ...job.objects import all_gather_object, broadcast_object
 from ..parameters.strategy import ParameterStrategy
 from ..parameters.weight_guard import WeightGuard
@@ -34,6 +34,7 @@ class OwnedWeights:
 
     owned: the same rank's state.
     names: of the parameters in `slices`.
+    with_tp: as in Parts.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class OwnedWeights:
         names: Mapping[torch.nn.Parameter, str],
         owned: OwnedState,
         guard: WeightGuard,
+        with_tp: Communicator,
     ) -> None:
         self._over, self._parameters, self._owned, self._guard = over, parameters, owned, guard
+        self._with_tp = with_tp
         self._by_name = {names[p]: (p, part) for p, part in slices.items()}
 
     @property
@@ -74,7 +77,7 @@ class OwnedWeights:
         return {name: part.values.detach() for name, (_, part) in self._by_name.items()}
 
     def forget(self) -> None:
-        """Removes slices on the disk that were read from this process's memory."""
+        """Drops from this process's memory the pages of what was read or written of the storage, which keeps it."""
         self._owned.forget()
 
     @contextmanager
@@ -84,13 +87,12 @@ class OwnedWeights:
         Raises TrainingError on every rank inside a writable `gathered`, and for weights that were changed otherwise
         than by a step, `gathered` or loading, before the block or in it; they are as they were then.
         """
-        refuse_everywhere(self.comm, self._guard.block_problem("averaged") or self._guard.weight_problem())
-        kept: Tensors = {}
+        refuse_everywhere(self._with_tp, self._guard.block_problem("averaged") or self._guard.weight_problem())
+        kept = check_everywhere(self._with_tp, lambda: self._copies(averages))
         try:
             with self._owned.written(), torch.no_grad():
                 for name, values in self.values().items():
-                    if name in averages:
-                        kept[name] = values.clone()
+                    if name in kept:
                         values.copy_(averages[name])
                         self.forget()
             self._guard.replaced = True
@@ -107,6 +109,15 @@ class OwnedWeights:
         rank, problem = next(((rank, text) for rank, text in enumerate(problems) if text is not None), (0, None))
         if problem is not None:
             raise TrainingError(f"inside `with ema.averaged():` on rank {rank}, a change that was undone: {problem}")
+
+    def _copies(self, names: Container[str]) -> Tensors:
+        """Copies this rank's slices of the weights of these names."""
+        copies: Tensors = {}
+        for name, values in self.values().items():
+            if name in names:
+                copies[name] = values.clone()
+                self.forget()
+        return copies
 
     def gather(self, averages: Mapping[str, torch.Tensor]) -> Tensors:
         """Whole tensors of all ranks' slices, in the host's memory of rank 0; {} on the others. Collective."""

@@ -297,14 +297,14 @@ def scatter_optimizer(
     state_dict: Mapping[str, Any],
 ) -> None:
     """Scatters rank 0's whole optimizer state into every rank's slices."""
-    by_itself = inner.needs_wholes
+    shapes_vary = inner.needs_wholes
 
     def read() -> dict[str, Any]:
-        problem = _misfit(outer.param_groups, state_dict, by_itself)
+        problem = _misfit(outer.param_groups, state_dict, shapes_vary)
         if problem:
             raise ConfigurationError(f"load_state_dict: {problem}")
         inner.refuse_foreign_state(state_dict)
-        return _outline(state_dict, outer.param_groups, by_itself)
+        return _outline(state_dict, outer.param_groups, shapes_vary)
 
     outline = on_rank_0(over.world, read, ConfigurationError)
     for group, saved in zip(outer.param_groups, outline["param_groups"], strict=True):
@@ -321,8 +321,8 @@ def scatter_optimizer(
     inner.take_settings(outer.param_groups)
 
 
-def _misfit(groups: Sequence[Mapping[str, Any]], given: Any, by_itself: bool) -> str | None:
-    """The reason why a whole optimizer state does not fit these groups. by_itself: see `_outline`."""
+def _misfit(groups: Sequence[Mapping[str, Any]], given: Any, shapes_vary: bool) -> str | None:
+    """The reason why a whole optimizer state does not fit these groups. shapes_vary: see `_outline`."""
     if (absent := refusal(given)) is not None:
         return absent
     if not (isinstance(given, Mapping) and {"state", "param_groups"} <= given.keys()):
@@ -338,7 +338,7 @@ def _misfit(groups: Sequence[Mapping[str, Any]], given: Any, by_itself: bool) ->
         return f"got groups of {sizes} parameters; needs {own}"
     for wanted, group in zip(groups, saved, strict=True):
         for key, value in wanted.items():
-            if key != "params" and key in group and not _is_equal(group[key], value):
+            if key != "params" and key in group and not _is_same_kind(group[key], value):
                 return f"got {key} {group[key]!r} in a group that has {value!r}"
     if not isinstance(state, Mapping) or not all(isinstance(entry, Mapping) for entry in state.values()):
         return "state: needs a dictionary of each parameter's, by its number"
@@ -350,17 +350,17 @@ def _misfit(groups: Sequence[Mapping[str, Any]], given: Any, by_itself: bool) ->
         for key, value in entry.items():
             if isinstance(value, str | bytes):
                 return f"got {key} {value!r} for parameter {number}; needs a tensor or a number"
-            if torch.is_tensor(value) and value.dim() and value.shape != shape and not by_itself:
+            if torch.is_tensor(value) and value.dim() and value.shape != shape and not shapes_vary:
                 return f"got {key} of shape {tuple(value.shape)} for a parameter of shape {shape}"
     return None
 
 
-def _is_equal(given: Any, own: Any) -> bool:
+def _is_same_kind(given: Any, own: Any) -> bool:
     """Tells if a setting is a number, or a sequence of as many, where the group's own one is; None fits anything."""
     if given is None:
         return True
     if isinstance(own, list | tuple):
-        return isinstance(given, list | tuple) and len(given) == len(own) and all(map(_is_equal, given, own))
+        return isinstance(given, list | tuple) and len(given) == len(own) and all(map(_is_same_kind, given, own))
     return not isinstance(own, int | float) or isinstance(given, int | float | torch.Tensor)
 
 
@@ -370,10 +370,11 @@ def _numbered(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
     return {n: p for saved, own in pairs for n, p in zip(saved["params"], own["params"], strict=True)}
 
 
-def _outline(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], by_itself: bool) -> dict[str, Any]:
+def _outline(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], shapes_vary: bool) -> dict[str, Any]:
     """A state without the tensors that are cut over the ranks: of those only the dtype.
 
-    by_itself: states may have other shapes than the parameters, and each tells by its own, not by its name.
+    shapes_vary: states may have other shapes than their parameters; one is cut if its shape is the parameter's,
+        whatever its name.
     """
     numbered, state = _numbered(state_dict, groups), state_dict["state"]
     named = elementwise((numbered[number].shape, entry) for number, entry in state.items())
@@ -381,7 +382,7 @@ def _outline(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]],
     def is_cut(number: Any, key: str, value: Any) -> bool:
         if not torch.is_tensor(value):
             return False
-        return bool(value.dim()) and value.shape == numbered[number].shape if by_itself else key in named
+        return bool(value.dim()) and value.shape == numbered[number].shape if shapes_vary else key in named
 
     entries = {
         number: {key: ShardedStateSpec(v.dtype) if is_cut(number, key, v) else v for key, v in entry.items()}

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ...errors import TrainingError
 from ...partial_steps import STEP_NOT_CALLED, PartialSteps
 from ..parameter_shard import ParameterShard
 from ..parameters.strategy import ParameterStrategy
@@ -50,15 +49,13 @@ class BackwardShardSteps:
         self._agree, self._reached = agree, reached
         self._counted: set[torch.nn.Parameter] = set()
         self._stepped: list[torch.nn.Parameter] = []
-        self._is_open = False  # whether a pass has stepped since the last call of `step`
+        self._is_open = False  # whether a pass has stepped since the last call of `optimizer.step()`
         self._foreign_problem: str | None = None
 
     def begin(self) -> None:
         """Begins a pass that steps."""
-        if self._is_open:
-            raise TrainingError(STEP_NOT_CALLED)
-        self._counted, self._stepped = set(), []
         self._agree()
+        self._counted, self._stepped = set(), []
 
     def launched(self, number: int) -> None:
         """Notes that this rank's pass needs the bucket's parameters no more."""
@@ -96,6 +93,10 @@ class BackwardShardSteps:
         `step` agrees on nothing, so that the next pass raises the error.
         """
         self._is_open, self._foreign_problem = False, foreign_problem
+
+    def open_problem(self) -> str | None:
+        """Explains why a pass cannot begin: the program has not called `optimizer.step()` after the last one."""
+        return STEP_NOT_CALLED if self._is_open else None
 
     def take_foreign_problem(self) -> str | None:
         """Returns what `close` was given, once."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from ...optim.elementwise_state import saved_state
+from ...optim.elementwise_state import saved_state, state_tensors
 from ...partial_steps import PartialSteps
 from ..slices import Slice
 
@@ -101,11 +101,6 @@ class SliceSteps(InnerOptimizer):
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """State of the slices' sizes, and masters."""
         return {"optimizer": state_tensors(self.optimizer.state.values()) + masters(self._slices)}
-
-
-def state_tensors(entries: Any) -> list[torch.Tensor]:
-    """The tensors of states, without numbers."""
-    return [v for entry in entries for v in entry.values() if torch.is_tensor(v) and v.dim() > 0]
 
 
 def masters(slices: Mapping[torch.nn.Parameter, Slice]) -> list[torch.Tensor]:

@@ -73,8 +73,8 @@ def find_needs(
 
     Raises ConfigurationError if it depends on other parameters too.
 
-    offloaded: refuses what needs whole parameters, and what notes anything in its groups, as there are several of it
-        then.
+    offloaded: refuses what needs whole parameters, and what notes anything in its groups, since each sub-group has an
+        optimizer of its own.
     step_in_backward: refuses these too, and what else does not step on one parameter after another.
     """
     name = optimizer_class.__name__

@@ -21,10 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ...errors import ConfigurationError
 from ..placeholder import placeholder
+from ..slices import HALVES
 
 KeepRule = Callable[[str, torch.nn.Module], bool] | Iterable[type[torch.nn.Module]]
-
-_HALVES = (torch.bfloat16, torch.float16)
 _NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)  # not mpidl's own
 
 
@@ -53,9 +52,9 @@ class Precision:
 
     def __post_init__(self) -> None:
         allowed = {
-            "param_dtype": (None, *_HALVES),
-            "reduce_dtype": (None, *_HALVES, torch.float32),
-            "output_dtype": (None, *_HALVES, torch.float32, torch.float64),
+            "param_dtype": (None, *HALVES),
+            "reduce_dtype": (None, *HALVES, torch.float32),
+            "output_dtype": (None, *HALVES, torch.float32, torch.float64),
         }
         for name, choices in allowed.items():
             given = getattr(self, name)

@@ -29,8 +29,8 @@ class ReplicatedSteps(InnerOptimizer):
 
     optimizer_class, settings: make the OneBitOptimizer.
     groups: of the model's parameters.
-    shards: of every bucket, and
-    wholes: its parameters, flat.
+    shards: of every bucket.
+    wholes: of every bucket, its parameters flat.
     slices: of all parameters.
     gradients: of the buckets, whole.
     """
@@ -141,7 +141,7 @@ class ReplicatedSteps(InnerOptimizer):
                 entry.pop(ERROR, None)
 
     def _push_loaded(self) -> None:
-        """Puts whole states together of the slices' that were loaded. Collective then."""
+        """Joins the loaded slices' states to whole ones on every rank. Collective if any were loaded."""
         if not self._is_loaded():
             return
         own = [entry for part in self._slices.values() if (entry := self.state.get(part.values))]

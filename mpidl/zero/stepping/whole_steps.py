@@ -35,11 +35,11 @@ from ...gradients.buckets import MIB
 from ...job.agreement import check_everywhere
 from ...job.objects import all_gather_object
 from ...mesh import Mesh, placement
-from ...optim.elementwise_state import is_slice, mark_replicated
+from ...optim.elementwise_state import is_slice, mark_replicated, state_tensors
 from ..placeholder import placeholder
 from ..shard_group import ShardGroup
 from ..slices import ShardedStateSpec, Slice
-from .inner import InnerOptimizer, masters, state_tensors
+from .inner import InnerOptimizer, masters
 from .optimizer_class import frozen
 from .parameter_distribution import Distribution, distributions, ranks_with_slices
 
@@ -74,7 +74,9 @@ class _ReplicatedState:
 
 
 class WholeSteps(InnerOptimizer):
-    """Steps on slices' values, in place of an inner optimizer on them. Then `add_param_groups`.
+    """Steps on the slices' values by an inner optimizer of whole parameters. Call `add_param_groups` next.
+
+    With tp the constructor is collective over dp x cp x tp.
 
     over: the ranks over which parameters are cut.
     mesh: over whose tp they may be cut, too.
@@ -82,8 +84,7 @@ class WholeSteps(InnerOptimizer):
     slices: of all parameters, also of those that are added later.
     together: steps on all that a rank owns in one call.
     param_groups: settings, and slices' values.
-    state: by these, cut like them, from `cut_state` until the next step; else empty. With tp the constructor is
-        collective over the mesh.
+    state: by slices' values, cut like them; filled by `cut_state` until the next step, else empty.
     """
 
     needs_wholes: ClassVar = True
@@ -140,9 +141,9 @@ class WholeSteps(InnerOptimizer):
         self.add_param_groups([group])
 
     def _cut_batches(self) -> list[list[_Owned]]:
-        """Parameters of one dtype whose turn is at the same time: of each owner the next ones, up to a limit.
+        """Cuts the parameters of each dtype into batches: of every owner the next ones, up to BATCH_BYTES each.
 
-        In each batch by owner.
+        A batch is sorted by owner.
         """
         batches: dict[tuple[torch.dtype, int], list[_Owned]] = {}
         last: dict[tuple[torch.dtype, int], tuple[int, int]] = {}  # of an owner: the batch, and its bytes in it

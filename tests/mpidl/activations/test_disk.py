@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from mpidl.activations import checkpoint, checkpoint_modules
-from mpidl.activations.disk import DiskSlot
+from mpidl.activations.disk import ActivationFile, DiskSlot
 from mpidl.errors import TrainingError
 from tests.mpidl.activations.checkpointed import INPUT, assert_same, dropping, made
 from tests.mpidl.small_models import sequences
@@ -59,3 +60,15 @@ def test_a_disk_that_takes_and_gives_little_at_a_time(tmp_path: Path, monkeypatc
     x = torch.randn(1001, requires_grad=True)
     checkpoint(torch.sin, x * 1, store=store).sum().backward()
     assert_same(x.grad, x.detach().cos())
+
+
+def test_a_slot_that_could_not_be_filled_is_free_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = ActivationFile(tmp_path, 64)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("deliberate")
+
+    monkeypatch.setattr(file, "_worker", SimpleNamespace(submit=fail))
+    with pytest.raises(MemoryError, match="deliberate"):
+        file.put(torch.ones(100))
+    assert file.used == 0

@@ -67,7 +67,7 @@ def test_another_second_run_is_noticed(store) -> None:
         (lambda: CheckpointStore(offload=True), "offload: got True; needs a directory, 'cpu' or None"),
         (lambda: CheckpointStore(offload="/nowhere/at/all"), "offload: got '/nowhere/at/all', where no file can"),
         (lambda: CheckpointStore(smallest=0), "smallest: got 0; needs a number of bytes of at least 1"),
-        (lambda: CheckpointStore(offload=".", buffer_mb=0), "buffer_mb: got 0; needs a size above 0"),
+        (lambda: CheckpointStore(offload=".", buffer_mb=0), r"buffer_mb: got 0; needs a size from 2\^-20 to below"),
         (
             lambda: checkpoint(torch.sin, torch.ones(999, requires_grad=True), store=CheckpointStore(offload="cpu")),
             "offload: got 'cpu' for activations that are in the CPU's memory",

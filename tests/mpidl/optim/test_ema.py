@@ -293,6 +293,21 @@ def test_states_go_into_any_engine(comm, of: str, into: str) -> None:
     other.update()
 
 
+@every_sharded
+def test_only_rank_0_needs_to_give_a_state(comm, way: str) -> None:
+    training = Training(comm, way)
+    ema = EMA(training.called, DECAY)
+    training.step(0)
+    ema.update()
+    state, expected = ema.state_dict(), ema.model_state_dict()
+    other = Training(comm, way)
+    loaded = EMA(other.called, DECAY)
+    loaded.load_state_dict(state if comm.rank == 0 else None)
+    found = loaded.model_state_dict()
+    if comm.rank == 0:
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 @every_engine
 def test_states_that_do_not_fit(comm, way: str) -> None:
     training = Training(comm, way)

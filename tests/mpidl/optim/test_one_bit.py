@@ -103,6 +103,34 @@ def test_ddp_and_stage_1_train_the_same(comm: Communicator, name: str) -> None:
 
 @pytest.mark.mpi
 @classes
+def test_passes_under_no_sync_may_leave_out_buckets(comm: Communicator, name: str) -> None:
+    """Each bucket has one parameter. A pass that leaves some out gives the bits of one with zeros for them."""
+
+    class Some(Slopes):
+        def forward(self, slopes: list[torch.Tensor | None]) -> torch.Tensor:
+            return torch.stack([(self.weights[n] * g).sum() for n, g in enumerate(slopes) if g is not None]).sum()
+
+    found = []
+    for leaves_out in (False, True):
+        model = Some()
+        optimizer_class, settings = CLASSES[name]
+        optimizer = mpidl.ZeroOptimizer(
+            model, optimizer_class, stage=1, process_group=comm, bucket_cap_mb=1e-5, lr=0.01, **settings
+        )
+        for step in range(12):
+            first, second, third = ([g.float() for g in slopes(3 * step + n, comm.rank)] for n in range(3))
+            model(first).backward()
+            with optimizer.no_sync():
+                model([g if n % 2 else None if leaves_out else 0 * g for n, g in enumerate(second)]).backward()
+            model(third).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*found)
+
+
+@pytest.mark.mpi
+@classes
 def test_over_a_static_graph_it_trains_the_same(comm: Communicator, name: str) -> None:
     """Before the freeze and after it, in several passes a step."""
     found = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,24 @@ def test_files_that_do_not_fit_are_refused_and_change_nothing(comm, save, what: 
         zero(model, comm, way, weights=folder)
     assert_same(model.state_dict(), seeded(5, Mixture).state_dict(), comm)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@every_chosen
+@pytest.mark.parametrize("when", ["at construction", "later"])
+def test_a_file_that_one_rank_cannot_read_is_an_error_on_all(comm, save, monkeypatch, when: str, way: str) -> None:
+    folder = save(seeded(3, small_gpt2).state_dict())
+    if when == "later":
+        load = partial(zero(seeded(5, small_gpt2), comm, way).load_safetensors, folder)
+    else:
+        load = partial(zero, mpidl.deferred_init(small_gpt2), comm, way, weights=folder)
+
+    def fail(*_: Any) -> None:
+        raise OSError("deliberate")
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr("mpidl.zero.construction.file_values.elements", fail)
+    with pytest.raises(ConfigurationError, match=r"model\.safetensors cannot be read: deliberate"):
+        load()
 
 
 def test_files_that_are_not_there_or_no_safetensors_are_named(comm, save) -> None:

@@ -354,6 +354,14 @@ def test_ranks_of_a_node_need_room_together(comm, monkeypatch, tmp_path: Path) -
     zero(comm, model, "stage 2", offload="disk")
 
 
+@pytest.mark.one_node
+def test_a_model_on_the_meta_device_needs_no_more_room(comm, monkeypatch, tmp_path: Path) -> None:
+    need = 8 * sum(p.numel() for p in fresh(MODELS["gpt2"]).parameters())
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=need + 2**20))
+    zero(comm, mpidl.deferred_init(MODELS["gpt2"]), "stage 2", offload="disk")
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_disk_that_is_full_when_parameters_are_added_is_told_on_every_rank(comm, monkeypatch, precision: str) -> None:
     model = fresh(Branching, comm.rank)

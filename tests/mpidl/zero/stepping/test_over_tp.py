@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 
-import mpidl
 from collectives import Communicator
 from mpidl import Mesh, ModelMismatch, TrainingError
-from mpidl.tensor import ColumnParallel, RowParallel
+from tests.mpidl.zero.cut_over_tp import backward, made
+from tests.mpidl.zero.cut_over_tp import mesh as mesh
 
 pytestmark = [
     pytest.mark.mpi,
@@ -20,24 +16,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Mesh"),
 ]
 BEYOND_THE_FIRST = 11  # in which replicated gradients are not compared
-
-
-@pytest.fixture
-def mesh(comm: Communicator) -> Iterator[Mesh]:
-    with Mesh(tp=2, comm=comm) as made:
-        yield made
-
-
-def made(mesh: Mesh, optimizer_class: Any = torch.optim.SGD, **settings: Any) -> tuple[nn.Sequential, Any]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-    mpidl.parallelize(model, mesh, {"1": ColumnParallel(), "3": RowParallel()})
-    given = {"stage": 1, "lr": 0.1, **settings}
-    return model, mpidl.ZeroOptimizer(model, optimizer_class, mesh=mesh, **given)
-
-
-def backward(model: nn.Module, step: int) -> None:
-    model(torch.randn(2, 4, generator=torch.Generator().manual_seed(step))).square().sum().backward()
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -182,6 +182,20 @@ def test_a_second_pass_before_step_is_refused(comm, way: str) -> None:
 
 
 @every_way
+def test_a_rank_that_leaves_out_step_ends_the_next_pass_of_all(comm, way: str) -> None:
+    model, optimizer = zero.engine(comm, zero.Several, way, step_in_backward=True)
+    zero.plainly(model, comm.rank, 0).backward()
+    last = comm.size - 1
+    if comm.rank < last:
+        optimizer.step()
+    optimizer.zero_grad()
+    loss = zero.plainly(model, comm.rank, 1)
+    where = rf".* \(on rank {last}\)" if comm.rank < last else ""
+    with pytest.raises(mpidl.TrainingError, match=rf"step\(\) was not called after it{where}"):
+        loss.backward()
+
+
+@every_way
 def test_a_pass_through_a_frozen_model_makes_no_step(comm, way: str) -> None:
     """The loop of a GAN: the second model, frozen, passes on the gradients of the first one's pass."""
     models, optimizers = zip(
