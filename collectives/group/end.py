@@ -35,6 +35,7 @@ class GroupEnd:
         self.duplicates: list[GroupEnd] = []
         self._issuer, self._refusal = issuer, issuer.refusal
         self._progress, self._positions = issuer.progress, issuer.positions
+        self._arrival: MPI.Request | None = None  # at the barrier of `close`, also of one that has raised
 
     def add_duplicate(self, duplicate: GroupEnd) -> None:
         """Adds a group that is to be closed with this one, and forgets those that are closed already."""
@@ -71,7 +72,9 @@ class GroupEnd:
         if self._progress.is_stranded():
             self._leave_open("it was closed while an operation that had timed out was still under way", ended=True)
             return
-        arrival = MPI.REQUEST_NULL if refusal.failed else parts.for_messages.Ibarrier()
+        if self._arrival is None:
+            self._arrival = MPI.REQUEST_NULL if refusal.failed else parts.for_messages.Ibarrier()
+        arrival = self._arrival
         if sys.exc_info()[0] is not None and not poll(arrival.Test, _CLOSE_AFTER_ERROR):
             self._leave_open("it was closed after an exception, while other ranks were elsewhere", arrival)
             return

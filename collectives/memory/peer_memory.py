@@ -11,7 +11,6 @@ import ctypes
 import errno
 import os
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,10 +24,8 @@ from ..errors import OperationError
 Array = np.ndarray[Any, Any]
 
 _LONGEST = 1 << 30  # bytes a call; the kernel takes no more than 2 GiB
-# prctl, where the Yama module asks for consent
-_SET_PTRACER, _ANY, _NONE = 0x59616D61, ctypes.c_ulong(-1), ctypes.c_ulong(0)
+_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)  # prctl, where the Yama module asks for consent
 _TOKEN = 0x6D7069646C
-_by_consent: weakref.WeakSet[PeerMemory] = weakref.WeakSet()  # of groups whose ranks needed each other's consent
 
 
 class PeerMemory:
@@ -71,19 +68,15 @@ class PeerMemory:
 
 
 def connect(node: MPI.Intracomm) -> PeerMemory | None:
-    """Access to the memory of the node's ranks, if each can reach all others'. Collective.
-
-    Where some cannot, all ranks consent to it, and take that back if it does not help.
-    """
+    """Access to the memory of the node's ranks, if each can reach all others'. Collective."""
     if not sys.platform.startswith("linux") or node.Get_size() == 1:
         return None
     token = np.array([_TOKEN + node.Get_rank(), 0])
     ranks = node.allgather((os.getpid(), address(token)))
     memory = PeerMemory([pid for pid, _ in ranks])
-    prctl = ctypes.CDLL(None).prctl
     for attempt in range(2):
         if attempt:
-            prctl(_SET_PTRACER, _ANY, 0, 0, 0)
+            ctypes.CDLL(None).prctl(_SET_PTRACER, _ANY, 0, 0, 0)
             node.Barrier()
         found = np.zeros(1, token.dtype)
         try:
@@ -96,9 +89,5 @@ def connect(node: MPI.Intracomm) -> PeerMemory | None:
         except OperationError:
             reached = False
         if node.allreduce(int(reached), MPI.MIN):
-            if attempt:
-                _by_consent.add(memory)
             return memory
-    if not _by_consent:
-        prctl(_SET_PTRACER, _NONE, 0, 0, 0)
     return None

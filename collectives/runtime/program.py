@@ -30,6 +30,6 @@ def described() -> tuple[str, str]:
 
 def _words_of(name: str) -> str:
     try:
-        return _asked[name]() if name in _asked else ""
+        return str(_asked[name]()) if name in _asked else ""
     except Exception:  # the watchdog goes on, whatever the program's function does
         return ""

@@ -376,7 +376,7 @@ def abort_job(status: int) -> None:
     """Ends all processes of the job at once. From any thread."""
     if MPI.Query_thread() == MPI.THREAD_MULTIPLE or MPI.Is_thread_main():
         MPI.COMM_WORLD.Abort(status)
-    os._exit(status)  # mpirun then ends the other ranks
+    os._exit(status or 1)  # mpirun then ends the other ranks
 
 
 # By their ids: values of a dictionary are listed at once, whatever other threads add meanwhile; those of a set are not.

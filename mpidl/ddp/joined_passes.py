@@ -11,7 +11,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Protocol
 
 import torch
@@ -69,16 +69,20 @@ class JoinedPasses:
         self._read_turns(self.joining)
         self.is_shadow = True
 
-    def take_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Puts this rank's gradients aside until the shadow pass ends."""
-        self._own_gradients = {p: p.grad for p in parameters}
-        for p in self._own_gradients:
+    def take_gradients(self, parameters: Iterable[torch.nn.Parameter], accumulated: Container[torch.Tensor]) -> None:
+        """Puts this rank's gradients aside until the shadow pass ends.
+
+        accumulated: those with gradients that no pass has averaged, of which copies are put aside: they may lie in
+            buckets, which the pass overwrites.
+        """
+        for p in parameters:
+            self._own_gradients[p] = p.grad if p.grad is None or p not in accumulated else p.grad.clone()
             p.grad = None
 
     def end_shadow(self) -> None:
-        """Ends the shadow pass: `.grad` is again the tensor of before.
+        """Ends the shadow pass: `.grad` is that of before.
 
-        One that is a view of a bucket holds the mean of the others' pass.
+        One that was averaged, and is a view of a bucket, holds the mean of the others' pass.
         """
         self.is_shadow = False
         self._own_gradients, own = {}, self._own_gradients

@@ -97,6 +97,7 @@ class Reducer:
         self._foreign = ForeignSteps(names, stay_in_place=True)
         self._shared = SharedParameters(names)
         self._synchronise_before_shadow = True  # what the program has set
+        self._accumulated_before_shadow: set[torch.Tensor] = set()
         self.steps: BackwardSteps | None = None
         self.join = JoinedPasses()
         self.trained = TrainedParameters(module, names, comm, ignored, static_graph=static_graph, divisor=divisor)
@@ -234,15 +235,15 @@ class Reducer:
         self.join.begin_shadow()
         self.queue.synchronise = True  # whatever the program had set as it left the block
         self.means.give_up_window()
+        if self.trained.note():  # no forward pass comes before
+            self.queue.listen(self.trained.wanted())
         self._agree_on_buckets()
-        self.join.take_gradients(self.trained.parameters)
+        self._accumulated_before_shadow = set(self.reached.accumulated_under_no_sync)
+        self.join.take_gradients(self.trained.parameters, self._accumulated_before_shadow)
         self.queue.launch_rest()
 
     def end_shadow_pass(self) -> None:
-        """Ends the shadow pass: `.grad` is again the tensor of before.
-
-        One that is a view of a bucket holds the mean of the others' pass.
-        """
+        """Ends the shadow pass: `.grad` is that of before, see `JoinedPasses`."""
         try:
             self.queue.finish()
             self.means.give_up_window()
@@ -252,6 +253,7 @@ class Reducer:
     def _leave_shadow_pass(self) -> None:
         self.queue.reset()
         self.queue.synchronise = self._synchronise_before_shadow
+        self.reached.accumulated_under_no_sync |= self._accumulated_before_shadow
         self.join.end_shadow()
 
     def leave_join(self) -> None:

@@ -332,7 +332,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def accumulated_under_no_sync(self) -> Set[torch.Tensor]:
         """The parameters with gradients of passes under `no_sync`, not averaged yet; loading a checkpoint sets them.
 
-        Of a copy before its first synchronised pass these are all that have gradients.
+        Of a copy before its first synchronised pass these are all that train and have gradients.
         """
         if self._reducer is None:
             return {p for p in self._states.trained() if p.grad is not None}

@@ -127,7 +127,7 @@ def test_one_node_stands_for_all_where_many_messages_come_to_a_port_at_once(node
 
 
 @pytest.mark.parametrize(("operation", "name"), [("all_reduce", "ring"), ("all_to_all", "pairwise")])
-def test_equal_nodes_are_followed_on_one_node_only(operation: str, name: str) -> None:
+def test_equal_nodes_are_simulated_on_one_node_only(operation: str, name: str) -> None:
     made = schedule(operation, name, 32)
     assert [Pricing(made, replace(CLUSTER, ranks_per_node=n)).simulated_ranks for n in (1, 4, 32, 64)] == [1, 4, 1, 1]
     assert Pricing(made, replace(CLUSTER, ranks_per_node=5)).simulated_ranks == 32  # the last node is not full

@@ -143,7 +143,7 @@ def build(
     shards: list[ParameterShard] = []
     slices: dict[torch.nn.Parameter, Slice] = {}
     slice_shards(group, plan.offloaded, trains, shards, slices)
-    if plan.initial_values.finish(world, group.rank, originals, parameters.shards, slices):
+    if plan.initial_values.finish(world, with_tp, group.rank, originals, parameters.shards, slices):
         parameters.publish()
     parameters.start()
 

@@ -145,6 +145,7 @@ class InitialValues:
     def finish(
         self,
         comm: Communicator,
+        with_tp: Communicator,
         rank: int,
         originals: dict[torch.nn.Parameter, torch.Tensor],
         shards: Sequence[ParameterShard],
@@ -152,6 +153,7 @@ class InitialValues:
     ) -> bool:
         """Fills this rank's shards and masters, and all that is in no shard; returns True if there was any. Collective.
 
+        with_tp: as in Parts; all of these ranks raise what one of them finds.
         rank: among those over which shards are cut.
         originals: values from before a conversion, of which each is given up once it is used.
         """
@@ -172,10 +174,10 @@ class InitialValues:
         for recording, views in self._recorded.items():
             self._play(recording, views, targets)
         if self._calls is not None:
-            self._run_calls(comm, self._calls, targets)
+            self._run_calls(comm, with_tp, self._calls, targets)
         if self._files is not None:
             files = self._files
-            check_everywhere(comm, lambda: files.fill({t: targets[t] for t in loaded}))
+            check_everywhere(with_tp, lambda: files.fill({t: targets[t] for t in loaded}))
         broadcast_states(comm, [*whole, *self._buffers])
         return bool(empty or loaded)
 
@@ -197,14 +199,16 @@ class InitialValues:
         if untouched and tape.after_end is not None:
             torch.set_rng_state(tape.after_end)
 
-    def _run_calls(self, comm: Communicator, calls: ModuleCalls, targets: dict[torch.Tensor, list[Target]]) -> None:
+    def _run_calls(
+        self, comm: Communicator, with_tp: Communicator, calls: ModuleCalls, targets: dict[torch.Tensor, list[Target]]
+    ) -> None:
         own_state = torch.get_rng_state()
         root_state = broadcast_object(comm, own_state)
         torch.set_rng_state(root_state)
         try:
             # A module's error is raised everywhere, as all ranks run the same modules.
             check_everywhere(
-                comm, lambda: calls.run(self._dtypes, lambda tensor, value: write_all(targets[tensor], value))
+                with_tp, lambda: calls.run(self._dtypes, lambda tensor, value: write_all(targets[tensor], value))
             )
         finally:
             if not torch.equal(own_state, root_state):

@@ -142,7 +142,7 @@ def _agreed(parts: Parts, problem: str | None, flags: list[bool], settings: dict
         parts.tp.all_reduce(over_tp, "max")
         refused, differ = bool(over_tp[0]), bool(over_tp[1]) or not same_fingerprints(over_tp)
     if refused:
-        raise_everywhere(parts.comm, problem)
+        raise_everywhere(parts.with_tp, problem)
     if differ:
         check_settings_agree(parts.with_tp, "step", settings)
     return [bool(flag) for flag in agreed[1 : 1 + len(flags)]]

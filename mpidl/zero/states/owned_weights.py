@@ -100,7 +100,7 @@ class OwnedWeights:
         finally:
             self._guard.replaced = False
             self._parameters.drain()
-            problems = all_gather_object(self.comm, self._guard.weight_problem())
+            problems = all_gather_object(self._with_tp, self._guard.weight_problem())
             with self._owned.written(), torch.no_grad():
                 now = self.values()
                 for name, before in kept.items():

@@ -54,8 +54,8 @@ class BackwardShardSteps:
 
     def begin(self) -> None:
         """Begins a pass that steps."""
-        self._agree()
         self._counted, self._stepped = set(), []
+        self._agree()
 
     def launched(self, number: int) -> None:
         """Notes that this rank's pass needs the bucket's parameters no more."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 import time
 from collections.abc import Iterator
@@ -119,31 +118,6 @@ def test_without_a_scratch_auto_reduces_prefixes_of_bf16_by_messages(
     group.scan(x)
     assert (x == sum(range(group.rank + 2))).all()
     group.close()
-
-
-class KernelThatRefuses:
-    """The C library where the kernel lets no process read another's memory; notes what processes consent to."""
-
-    def __init__(self, consents: list[int | None]) -> None:
-        def refuse(*_: object) -> int:
-            return -1
-
-        self.process_vm_readv = self.process_vm_writev = refuse
-        self.prctl = lambda option, value, *_: consents.append(value.value)
-
-
-def test_consent_to_be_read_is_taken_back_where_it_does_not_help(
-    comm: Communicator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    consents: list[int | None] = []
-    node = topology.split_by_node(comm.mpi, comm.rank)
-    with monkeypatch.context() as patch:
-        patch.setattr(ctypes, "CDLL", lambda *_, **__: KernelThatRefuses(consents))
-        assert connect(node) is None
-    if node.size > 1:
-        assert len(consents) == 2
-        assert consents[-1] == 0
-    node.Free()
 
 
 @pytest.mark.ranks(2, 3)

@@ -306,6 +306,25 @@ def test_what_a_join_refuses(comm) -> None:
         mpidl.Join([])
 
 
+def test_what_a_rank_has_accumulated_is_averaged_after_the_block(comm) -> None:
+    """The rank has left with it, and has stood in for the others meanwhile."""
+    model, plain = Net(), Net()
+    wrapped = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-5)
+    own = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(comm.rank))
+    with wrapped.join():
+        wrapped.require_backward_grad_sync = comm.rank == 0
+        wrapped(own[0]).backward()
+    wrapped.require_backward_grad_sync = True
+    if comm.rank == 0:
+        model.zero_grad()
+    wrapped(own[1]).backward()
+    for rank in range(comm.size):
+        x = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(rank))
+        ((plain(x[0]) if rank else 0.0) + plain(x[1])).div(comm.size).backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
 class Failing(mpidl.Joinable):
     """Its hook's end always fails, its begin as well if it is told so. ended: what has ended, in order."""
 

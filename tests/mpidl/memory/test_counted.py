@@ -25,7 +25,7 @@ from mpidl.memory import (
     rss_mib,
     storage_bytes,
 )
-from mpidl.memory.estimate import DTYPES
+from mpidl.memory.activations import DTYPES
 from mpidl.models.gpt2 import GPT2, GPT2Config
 from tests.mpidl.small_models import MEMORY_GPT2, Mixture, sequences
 

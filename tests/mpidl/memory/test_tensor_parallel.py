@@ -13,7 +13,7 @@ from collectives import Communicator
 from mpidl import Mesh
 from mpidl.memory import activation_bytes, estimate, measure, measure_activations, slot_bytes
 from mpidl.memory.__main__ import main
-from mpidl.memory.estimate import DTYPES
+from mpidl.memory.activations import DTYPES
 from mpidl.models.bert import BERT, BERTConfig
 from mpidl.models.gpt2 import GPT2, GPT2Config
 from mpidl.tensor import ColumnParallel, RowParallel

@@ -78,6 +78,17 @@ LOCAL: dict[str, Any] = {"renewals": 2, "local_after": 4, "local_interval_steps"
 
 
 @engines
+def test_weights_that_local_steps_keep_are_counted(comm: Communicator, engine: str) -> None:
+    """There is a copy of all weights after step 11 and none after step 12."""
+    training = Training(comm, engine, mpidl.optim.ZeroOneAdam, Slopes(), lr=0.01, **LOCAL)
+    sizes = []
+    for first, steps in ((0, 11), (11, 1)):
+        training.run(first, steps)
+        sizes.append(sum(t.numel() for t in training.inner.held_tensors()["optimizer"]))
+    assert sizes[0] - sizes[1] == sum(p.numel() for p in training.model.parameters())
+
+
+@engines
 @pytest.mark.parametrize("saved_at", [3, 6, 8])
 def test_a_load_between_exchanges_goes_on_like_one_into_a_new_engine(
     comm: Communicator, engine: str, saved_at: int, tmp_path: Path

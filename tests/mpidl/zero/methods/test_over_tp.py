@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from collectives import Communicator
 from mpidl import ConfigurationError, Mesh, ModelMismatch, TrainingError
 from mpidl.optim import EMA
 from mpidl.zero import Safetensors
+from mpidl.zero.offload.swap_file import SwapFile
 from tests.mpidl.zero.cut_over_tp import backward, made, whole
 from tests.mpidl.zero.cut_over_tp import mesh as mesh
 
@@ -43,6 +44,20 @@ def test_weights_that_one_rank_changed(comm: Communicator, mesh: Mesh, call: str
         CALLS[call](optimizer, average)
 
 
+def test_weights_that_one_rank_changes_while_averages_are_shown(comm: Communicator, mesh: Mesh) -> None:
+    model, _ = made(mesh)
+    average = EMA(model)
+    average.update()
+
+    def change() -> None:
+        with average.averaged():
+            if comm.rank == comm.size - 1:
+                model[0].bias.data = torch.zeros(4)
+
+    with pytest.raises(TrainingError, match=rf"on rank {comm.size - 1}, a change that was undone: 0\.bias: "):
+        change()
+
+
 def test_parameters_that_one_rank_did_not_unfreeze(comm: Communicator, mesh: Mesh) -> None:
     model, optimizer = made(mesh, frozen=0)
     if comm.rank < comm.size - 1:
@@ -51,15 +66,18 @@ def test_parameters_that_one_rank_did_not_unfreeze(comm: Communicator, mesh: Mes
         optimizer.add_param_group({"params": list(model[0].parameters())})
 
 
+@pytest.mark.parametrize("when", ["at construction", "later"])
 @pytest.mark.parametrize("fault", ["not there", "not readable"])
 def test_files_that_one_rank_cannot_read(
-    comm: Communicator, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    comm: Communicator, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, when: str
 ) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     path = tmp_path / "model.safetensors"
     safetensors.save_file(whole().state_dict(), path)
-    _, optimizer = made(mesh)
-    optimizer.load_safetensors(path)
+    load = partial(made, mesh, weights=path)
+    if when == "later":
+        _, optimizer = made(mesh)
+        load = partial(optimizer.load_safetensors, path)
 
     def fail(*_: Any) -> None:
         raise OSError("no such file")
@@ -70,7 +88,7 @@ def test_files_that_one_rank_cannot_read(
         else:
             monkeypatch.setattr("mpidl.zero.construction.file_values.elements", fail)
     with pytest.raises(ConfigurationError, match="no such file"):
-        optimizer.load_safetensors(path)
+        load()
 
 
 def test_a_disk_that_is_full_for_one_rank(comm: Communicator, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,17 +96,23 @@ def test_a_disk_that_is_full_for_one_rank(comm: Communicator, mesh: Mesh, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(os, "posix_fallocate", fail)
+        monkeypatch.setattr(SwapFile, "_lengthen", fail)
     with pytest.raises(ConfigurationError, match="No space left"):
         made(mesh, offload="disk")
 
 
 @pytest.mark.ranks(4, exactly=True)
-def test_files_that_differ_in_one_group_of_dp(comm: Communicator, mesh: Mesh, tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["at construction", "later"])
+def test_files_that_differ_in_one_group_of_dp(comm: Communicator, mesh: Mesh, tmp_path: Path, when: str) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     tensors, path = whole().state_dict(), tmp_path / "model.safetensors"
     if comm.rank == comm.size - 1:
         del tensors["0.bias"]
     safetensors.save_file(tensors, path)
+    missing = {"missing": lambda name: name == "0.bias"}
+    load = partial(made, mesh, weights=Safetensors(path, **missing))
+    if when == "later":
+        _, optimizer = made(mesh)
+        load = partial(optimizer.load_safetensors, path, **missing)
     with pytest.raises(ModelMismatch, match=r"missing names.*0\.bias"):
-        made(mesh, weights=Safetensors(path, missing=lambda name: name == "0.bias"))
+        load()
