@@ -306,23 +306,43 @@ def test_what_a_join_refuses(comm) -> None:
         mpidl.Join([])
 
 
-def test_what_a_rank_has_accumulated_is_averaged_after_the_block(comm) -> None:
-    """The rank has left with it, and has stood in for the others meanwhile."""
-    model, plain = Net(), Net()
-    wrapped = mpidl.DistributedDataParallel(model, process_group=comm, bucket_cap_mb=1e-5)
-    own = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(comm.rank))
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return (self.first(x) + self.second(x) if both else self.first(x)).square().sum()
+
+
+@pytest.mark.parametrize("as_views", [True, False])
+def test_what_a_rank_has_accumulated_is_averaged_after_the_block(comm, as_views: bool) -> None:
+    """The rank has left with it, and has stood in for the others meanwhile; no later pass reaches `second`."""
+    model, plain = Branches(), Branches()
+    wrapped = mpidl.DistributedDataParallel(
+        model,
+        process_group=comm,
+        bucket_cap_mb=1e-5,
+        find_unused_parameters=True,
+        gradient_as_bucket_view=as_views,
+    )
+    passes = [torch.randn(3, 2, 3, generator=torch.Generator().manual_seed(rank)) for rank in range(comm.size)]
+    own = passes[comm.rank]
+    wrapped(own[0], True).backward()  # lays out the buckets
+    model.zero_grad(set_to_none=False)
     with wrapped.join():
         wrapped.require_backward_grad_sync = comm.rank == 0
-        wrapped(own[0]).backward()
+        wrapped(own[1], True).backward()
     wrapped.require_backward_grad_sync = True
     if comm.rank == 0:
-        model.zero_grad()
-    wrapped(own[1]).backward()
-    for rank in range(comm.size):
-        x = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(rank))
-        ((plain(x[0]) if rank else 0.0) + plain(x[1])).div(comm.size).backward()
+        model.zero_grad(set_to_none=False)
+    wrapped(own[2], False).backward()
+    for rank, x in enumerate(passes):
+        ((plain(x[1], True) if rank else 0.0) + plain(x[2], False)).div(comm.size).backward()
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6, msg=name)
+        expected = torch.zeros_like(p) if q.grad is None else q.grad
+        torch.testing.assert_close(p.grad, expected, rtol=1e-5, atol=1e-6, msg=name)
 
 
 class Failing(mpidl.Joinable):
