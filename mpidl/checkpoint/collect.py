@@ -10,7 +10,8 @@ Names of tensors:
     WHOSE/0, WHOSE/1, ...                 tensors inside other states, numbered. WHOSE is extra, scheduler, scaler,
                                           sampler, averager, model/NAME (a module's extra state), optimizer.group0,
                                           optimizer.STATE (of another shape than the parameter) or
-                                          compression.STATE.PARAMETER
+                                          compression.STATE.PARAMETER; of another part of a mesh than the first one
+                                          behind part1., part2., ...
     rank00001/...                         what each rank has of its own: random states, a hook's state, weights that
                                           differ between the ranks for a while (post-local SGD, no_sync), with their
                                           states
@@ -163,10 +164,10 @@ def collect(
     def add_share(name: str, share: Share, values: torch.Tensor, number: int) -> None:
         pieces.append(PieceToWrite(name, share.cut, values.dtype, share.start, share.stop, lambda: values, number))
 
-    # These may be collective, so they come before what may fail on one rank alone.
+    # These may be collective, so they come before what may fail on one rank alone, a hook of the program among it.
+    state_of_averager = None if engine.averager is None else engine.averager.state_dict()
     hook = engine.saved_hook()
     state_of_hook = None if hook is None else hook.state_dict()
-    state_of_averager = None if engine.averager is None else engine.averager.state_dict()
     means = {} if compressed is None else compression_state.written_means(engine)
     tensors = [*engine.parameters, *engine.buffers]
     for held in tensors:

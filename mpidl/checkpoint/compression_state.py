@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, listed
 from ..gradients.compression.remainders import MeanPart, OwnPart
 from ..job.objects import all_gather_object
 from ..mesh.placement import Cut, Run
@@ -72,10 +72,13 @@ def written_means(engine: Engine) -> dict[str, KeptMean]:
         for array, row in zip(rows_of, rows, strict=True)
     }
     shapes = {key: shape for own in all_gather_object(engine.comm, _shapes(means)) for key, shape in own.items()}
-    over_all = {key: means[key] if key in means else torch.zeros(shapes[key]) for key in sorted(shapes)}
+    by_name = {each.name: each for each in engine.parameters}
+    over_all: dict[tuple[str, str], torch.Tensor] = {}
+    for key in sorted(shapes):
+        device = by_name[key[1]].values.device
+        over_all[key] = means[key] if key in means else torch.zeros(shapes[key], dtype=torch.float32, device=device)
     if over_all:
         engine.comm.all_reduce([*over_all.values()], "avg")
-    by_name = {each.name: each for each in engine.parameters}
     names = [name for array, name in over_all if not array]
     return {name: _kept(engine, by_name[name], arrays, [over_all[array, name] for array in rows_of]) for name in names}
 
@@ -107,8 +110,9 @@ def _kept(engine: Engine, held: HeldTensor, arrays: Sequence[str], rows: Sequenc
 
 def _own_share(cut: Cut, rank: int, size: int, turn: int) -> list[Share]:
     """Returns what a rank writes of a tensor that each part writes by itself; of a small one in turn all or nothing."""
-    start, stop = share_range(cuts.element_count(cut), rank, size, turn)
-    return [Share(cut, start, stop)] if stop > start else []
+    count = cuts.element_count(cut)
+    start, stop = share_range(count, rank, size, turn)
+    return [Share(cut, start, stop)] if stop > start or (count == 0 and rank == 0) else []
 
 
 def _digest(values: torch.Tensor) -> torch.Tensor:
@@ -242,8 +246,7 @@ def match_compression(engine: Engine, index: Index) -> KeptCompression:
             if held.name in about["states"] and _keeps_states(engine, held)
         }
         if cut := _cut_states(engine, index):
-            more = f" and {len(cut) - 1} more" if cut[1:] else ""
-            found.said.append(f"states of {name} begin anew for parameters that are cut over a mesh: {cut[0]}{more}")
+            found.said.append(f"states of {name} begin anew for parameters that are cut over a mesh: {listed(cut, 1)}")
     elif about["states"]:
         found.said.append(f"holds states of {about['method']}, which begin anew with {name}")
     return found

@@ -7,8 +7,8 @@ Two jobs in one directory would remove each other's older checkpoints, and what 
 `flock` on DIR/.lock, whose text names its holder. The job removes the file when it ends; one that was killed leaves
 it behind unlocked. Reading needs no lock.
 
-Threads of the program take and release locks, those that write in the background none; `_HELD_LOCK` guards the table,
-and no other lock is taken inside.
+Threads of the program take and release locks, those that write in the background none; `_HELD_LOCK` guards changes
+of the table, and no other lock is taken inside.
 """
 
 from __future__ import annotations
@@ -138,7 +138,9 @@ atexit.register(release)
 
 
 def _close_inherited() -> None:
-    """Closes the descriptors in a forked child, which would keep its parent's locks."""
+    """Closes the descriptors in a forked child, which would keep its parent's locks, and makes a lock of its own."""
+    global _HELD_LOCK
+    _HELD_LOCK = threading.Lock()  # a thread that the child lacks may have held the parent's
     for descriptor in _HELD.values():
         if descriptor is not None:
             os.close(descriptor)

@@ -114,6 +114,7 @@ def export_safetensors(
     def own() -> Iterator[tuple[str, Share, torch.Tensor]]:
         for held in all_held:
             for share in held.writes if not held.per_rank or engine.comm.rank == 0 else ():
+                engine.forget()  # the tensor before this one
                 values = held.values if held.values.is_contiguous() else held.values.contiguous()
                 yield held.name, share, held.elements(share, values).view(-1)
 

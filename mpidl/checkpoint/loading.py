@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,8 @@ def _prepare(
             stateful_checks.check_state(each, content.about[name], here)
         except json_encoding.Malformed as error:
             raise CheckpointError(f"{content.file}: {json_encoding.within(name, error)}") from None
-    kept = [content.about[name] for name in (*stateful, "extra")]
+    averaged = ["averager"] if engine.averager is not None and "averager" in content.about else []
+    kept = [content.about[name] for name in (*stateful, *averaged, "extra")]
     small = [*read_plan.small, *json_encoding.names_in([*kept, content.about["model"].get("extra_state")])]
     own = own_states(engine, content)
     small += json_encoding.names_in({name: value for name, value in own.items() if random or name != "random"})
@@ -200,28 +202,25 @@ def _read_small(engine: Engine, reader: CheckpointReader, random: bool) -> tuple
 
 
 def _load_stateful(engine: Engine, reader: CheckpointReader, stateful: Mapping[str, Any]) -> None:
-    """Loads scheduler, scaler, sampler and the modules' extra states. Collective.
+    """Loads scheduler, scaler, sampler and the modules' extra states, then what averages the weights. Collective.
 
-    If one raises an error, on any rank, all get their former states back.
+    If one raises an error, on any rank, all get their former states back. An averager's states and loading may be
+    collective, so nothing that may fail on one rank alone runs in the same step.
     """
     about = reader.index.about
 
     def current_states() -> dict[str, tuple[Any, Any, Any]]:
         """Returns, by name, the saved state, the present one, and the function that loads one."""
-        states = {
-            name: (about[name], copy.deepcopy(state_of(name, p)), p.load_state_dict) for name, p in loadable.items()
-        }
+        states = {name: (about[name], *present(name, each)) for name, each in stateful.items()}
         for name, saved in about["model"].get("extra_state", {}).items():
             module = engine.extra_states[name]
             states[name] = saved, copy.deepcopy(module.get_extra_state()), module.set_extra_state
         return states
 
-    loadable = {**stateful}
-    if engine.averager is not None and "averager" in about:
-        loadable["averager"] = engine.averager
-    states = run_everywhere(engine.all_ranks, current_states)
+    def present(name: str, each: Any) -> tuple[Any, Any]:
+        return copy.deepcopy(state_of(name, each)), each.load_state_dict
 
-    def load_all() -> None:
+    def load_all(states: Mapping[str, tuple[Any, Any, Any]]) -> None:
         for name, (saved, before, load_into) in states.items():
             state = _with_counters(json_encoding.decode(saved, reader.tensor), before)
             try:
@@ -231,11 +230,19 @@ def _load_stateful(engine: Engine, reader: CheckpointReader, stateful: Mapping[s
                 said = str(error) or type(error).__name__
                 raise CheckpointMismatch(f"{reader.index.file}: the {name}: {said}") from error
 
+    in_turn = [run_everywhere(engine.all_ranks, current_states)]
+    averager = engine.averager
+    if averager is not None and "averager" in about:
+        own = run_everywhere(engine.all_ranks, lambda: present("averager", averager))
+        in_turn.append({"averager": (about["averager"], *own)})
+    begun: dict[str, tuple[Any, Any, Any]] = {}
     try:
-        run_everywhere(engine.all_ranks, load_all)
+        for states in in_turn:
+            begun |= states
+            run_everywhere(engine.all_ranks, partial(load_all, states))
     except CheckpointError:
-        for name, (_, before, load_into) in states.items():
-            if before or name not in loadable:
+        for name, (_, before, load_into) in begun.items():
+            if before or name not in (*stateful, "averager"):
                 with contextlib.suppress(Exception):  # the one that failed may fail again; the others get theirs
                     load_into(before)
         raise

@@ -188,7 +188,7 @@ class TensorFile:
             check_header(entries)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.path}: is no safetensors file: its header cannot be read ({error})") from None
-        self.metadata = entries.pop("__metadata__", {})
+        entries.pop("__metadata__", None)
         spans = {}
         for name, entry in entries.items():
             begin, end = (8 + length + offset for offset in entry["data_offsets"])

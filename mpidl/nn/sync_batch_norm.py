@@ -128,7 +128,7 @@ class SyncBatchNorm(_BatchNorm):
         """Normalises in evaluation. torch's kernels want weights of the statistics' dtype, not of a smaller input's."""
         mean, variance = self.running_mean, self.running_var
         assert mean is not None
-        weight, bias = self.weight.to(mean.dtype), self.bias.to(mean.dtype)
+        weight, bias = (None if t is None else t.to(mean.dtype) for t in (self.weight, self.bias))
         return F.batch_norm(input, mean, variance, weight, bias, eps=self.eps)
 
     @torch.no_grad()

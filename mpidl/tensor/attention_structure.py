@@ -133,7 +133,7 @@ class _AttentionLayers:
         except ConfigurationError as error:
             return str(error).removeprefix(": ")
         self.width, self.numbers = width, {heads, keys, heads * width, keys * width}
-        reason = self._others(heads, keys, width) or self._by_width() or self._mixing()
+        reason = self._others(heads, width) or self._by_width() or self._mixing()
         return reason or self._made(heads, keys, width, interleaved)
 
     def _heads(self) -> int | None:
@@ -147,7 +147,7 @@ class _AttentionLayers:
                     return self.joined // int(found)  # type: ignore[arg-type]
         return None
 
-    def _others(self, heads: int, keys: int, width: int) -> str | None:
+    def _others(self, heads: int, width: int) -> str | None:
         """Returns a reason to leave the module whole for what else is in it."""
         assert self.method is not None
         own = [name for name, _ in self.at.named_parameters(recurse=False)]

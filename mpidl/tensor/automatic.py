@@ -29,6 +29,7 @@ from .regions import AttentionParallel, FeedForwardParallel
 from .source import SourceMethod, method_with, methods_of
 from .styles import SequenceBegins, SequenceEnds, SequenceParallel, Style, VocabParallel
 from .tokens import Tokens
+from .vocabulary import needs_all_rows
 
 
 @dataclass
@@ -131,7 +132,7 @@ class _PlanDecisions:
         if any(id(p) in self._ids_used_directly for p in _own_parameters(module)):
             return False
         if isinstance(module, nn.Embedding):
-            if module.num_embeddings != self._tokens or module.max_norm or module.scale_grad_by_freq or module.sparse:
+            if module.num_embeddings != self._tokens or needs_all_rows(module):
                 return False
             derived = type(module).forward is not nn.Embedding.forward
             method = method_with(module)

@@ -75,7 +75,7 @@ class IndexedDropout(TorchFunctionMode):
             return handler(self, *args, **(kwargs or {}))
         if func in _REFUSED and _REFUSED[func](args, kwargs or {}):
             raise TrainingError(
-                f"dropout='by_index': got {func.__name__} with dropout; needs torch.nn.functional.dropout or "
+                f"dropout='by_index': got {func.__name__} with random numbers; needs torch.nn.functional.dropout or "
                 "scaled_dot_product_attention"
             )
         return func(*args, **(kwargs or {}))
@@ -151,6 +151,7 @@ _REFUSED: dict[Any, Callable[[Any, Any], bool]] = {
         )
     },
     F.multi_head_attention_forward: lambda args, kwargs: kwargs.get("training", True) and args[10] > 0.0,
+    F.rrelu: lambda args, kwargs: bool(kwargs.get("training", args[3] if len(args) > 3 else False)),
 }  # fmt: skip
 
 

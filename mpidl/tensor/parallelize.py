@@ -102,7 +102,7 @@ def parallelize(
     if cuts:
         if report and mesh.comm.rank == 0:
             print("\n".join(report), flush=True)
-        tp.recorded = recorded_views(model)
+        tp.recorded = check_everywhere(mesh["tp"], lambda: recorded_views(model))
         check_everywhere(mesh["tp"], lambda: apply_styles(model, styled, tp))
         refuse_to_save_parts(model, tp)
         keep_placements(model, tp)

@@ -214,7 +214,8 @@ class Trials:
             return Outcome(not_tried=failed)
         if failed:
             return Outcome(f"it fails with {failed}")
-        return Outcome(f"it computes something else: {copies.mismatch}" if copies.mismatch else "")
+        mismatch = next(filter(None, all_gather_object(self._mesh["tp"], copies.mismatch)), "")
+        return Outcome(f"it computes something else: {mismatch}" if mismatch else "")
 
     def _failure_on_any_rank(self, run: Callable[[], Any]) -> str:
         """Runs something on every rank. Returns what it failed with on any of them, "" if it did not. Collective."""

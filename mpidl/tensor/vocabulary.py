@@ -27,10 +27,15 @@ from .tensor_parallel import TensorParallel
 from .vocab_logits import VocabLogits
 
 
+def needs_all_rows(embedding: nn.Embedding) -> bool:
+    """Returns whether an embedding has a setting that needs all of its rows on a rank."""
+    return embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse
+
+
 def make_vocabulary(name: str, layer: nn.Module, tp: TensorParallel) -> None:
     """Keeps this rank's rows of an embedding, or its tokens of an output layer."""
     if isinstance(layer, nn.Embedding):
-        if layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse:
+        if needs_all_rows(layer):
             raise ConfigurationError(
                 f"{name}: an embedding with max_norm, scale_grad_by_freq or sparse needs all of its rows on a rank"
             )

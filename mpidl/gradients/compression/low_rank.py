@@ -367,7 +367,7 @@ def average_uncompressed(plan: FactorPlan, section: Section, uncompressed: torch
 def drawn(shape: tuple[int, int], name: str, step: int) -> torch.Tensor:
     """Normal numbers that are a function of a name and a step."""
     random = torch.Generator().manual_seed(zlib.crc32(f"{step} {name}".encode()))
-    return torch.randn(shape, generator=random)
+    return torch.randn(shape, generator=random, dtype=torch.float32)
 
 
 def _as_matrix(shape: torch.Size) -> tuple[int, int]:

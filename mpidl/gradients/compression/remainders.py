@@ -63,12 +63,12 @@ def take_over(
 ) -> torch.Tensor:
     """Makes a section's values, `row_count` rows, of its parameters' means; zero for those without."""
     device = section.parameters[0].device
-    values = torch.zeros(row_count, section.layout.size, device=device)
+    values = torch.zeros(row_count, section.layout.size, dtype=torch.float32, device=device)
     whole: torch.Tensor | None = None
     places: dict[torch.nn.Parameter, list[torch.Tensor]] = {}
     for p, mean in means:
         if whole is None:
-            whole = torch.zeros(row_count, section.layout.elements, device=device)
+            whole = torch.zeros(row_count, section.layout.elements, dtype=torch.float32, device=device)
             places = dict(zip(section.parameters, section.views(whole), strict=True))
         for view, row in zip(places[p], mean, strict=True):
             view.copy_(row).mul_(contributions / peers)
@@ -140,7 +140,7 @@ def gathered(
         return
     places = [[part_of(p.shape, rank, comm.size) for p in parameters] for rank in range(comm.size)]
     sizes = [[row_count * math.prod(part.part_shape) for part in own] for own in places]
-    all_parts = torch.empty(sum(map(sum, sizes)), device=parameters[0].device)
+    all_parts = torch.empty(sum(map(sum, sizes)), dtype=torch.float32, device=parameters[0].device)
     pieces = [of_rank.split(own) for of_rank, own in zip(all_parts.split([*map(sum, sizes)]), sizes, strict=True)]
     for p, piece in zip(parameters, pieces[comm.rank], strict=True):
         if p in parts:
@@ -151,7 +151,7 @@ def gathered(
     if all_parts.numel():
         comm.all_gather(all_parts, all_parts.split(counts)[comm.rank], counts)
     for number, p in enumerate(parameters):
-        whole = torch.empty(row_count, *places[0][number].shape, device=all_parts.device)
+        whole = torch.empty(row_count, *places[0][number].shape, dtype=torch.float32, device=all_parts.device)
         for own, of_rank in zip(places, pieces, strict=True):
             part = own[number]
             target = whole.narrow(1 + part.dim, part.start, part.stop - part.start)

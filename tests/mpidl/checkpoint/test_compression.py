@@ -405,3 +405,35 @@ def test_a_state_that_one_rank_cannot_read_is_an_error_on_every_rank(
         monkeypatch.setattr(KeptCompression, "install", install)
     with pytest.raises(CheckpointError, match=r"Input/output error.*load a checkpoint that is whole"):
         mpidl.checkpoint.load(shared, again.call, again.optimizer, process_group=comm)
+
+
+class WithEmpty(torch.nn.Linear):
+    """A layer with a parameter of no element."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+        self.empty = torch.nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.empty.sum()
+
+
+@pytest.mark.parametrize("engine", ["ddp", "stage 2"])
+def test_a_model_with_an_empty_parameter_comes_back(comm, shared: Path, engine: str) -> None:
+    def made(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        model, given = WithEmpty(), {"process_group": comm, "compress": "dgc:0.5"}
+        if engine == "ddp":
+            return mpidl.DistributedDataParallel(model, **given), torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, mpidl.ZeroOptimizer(model, torch.optim.SGD, stage=2, lr=0.1, **given)
+
+    called, optimizer = made(0)
+    for _ in range(2):
+        called(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    mpidl.checkpoint.save(shared, called, optimizer, process_group=comm)
+    again, optimizer_again = made(1)
+    mpidl.checkpoint.load(shared, again, optimizer_again, process_group=comm)
+    for p, q in zip(called.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q)

@@ -178,6 +178,14 @@ def test_eval_mode_asks_no_other_rank(comm) -> None:
         assert torch.equal(ours(x), plain(x))
 
 
+def test_without_a_bias_weights_of_16_bits_go_with_fp32_statistics_in_eval_mode(comm) -> None:
+    ours = mpidl.SyncBatchNorm(CHANNELS, process_group=comm, bias=False).eval()
+    x = batch((4,), SHAPES["2d"], dtype=torch.bfloat16)
+    expected = nn.functional.batch_norm(x.double(), ours.running_mean.double(), ours.running_var.double())
+    ours.weight.data = ours.weight.data.bfloat16()
+    torch.testing.assert_close(ours(x).double(), expected, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_in_a_world_of_one_it_is_torchs_layer_to_the_bit(comm, momentum: float | None) -> None:
     alone = comm.split(comm.rank)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import mpidl
+from mpidl.checkpoint.reading import CheckpointReader
 from mpidl.errors import ConfigurationError, MpidlError, TrainingError
 from mpidl.job.objects import broadcast_object
 from mpidl.mesh import placement
@@ -337,6 +338,38 @@ def test_a_checkpoint_keeps_theta_and_each_rank_s_own_weights(comm, tmp_path: Pa
     held = optimizer.held_tensors()["optimizer"]
     elements = sum(p.numel() for p in model.parameters())
     assert sum(t.numel() for t in held) == 4 * elements  # Adam's two, theta_0, and momentum
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_it_keeps_is_compared_with_its_checksums(comm, tmp_path: Path, monkeypatch, verify: bool) -> None:
+    shared = Path(broadcast_object(comm, str(tmp_path)))
+    model = fresh(MODELS["gpt2"], 0)
+    optimizer = DiLoCo(torch.optim.AdamW(model.parameters(), lr=1e-3), 4, comm)
+    mpidl.checkpoint.save(shared, model, optimizer, process_group=comm)
+    checked: list[str] = []
+    check = CheckpointReader.check
+
+    def noted(self: CheckpointReader, name: str, *place: Any) -> None:
+        checked.append(name)
+        check(self, name, *place)
+
+    monkeypatch.setattr(CheckpointReader, "check", noted)
+    mpidl.checkpoint.load(shared, model, optimizer, process_group=comm, verify=verify)
+    assert any(name.startswith("averager/") for name in checked) == verify
+
+
+def test_a_sampler_that_one_rank_refuses_leaves_it_as_it_was(comm, tmp_path: Path) -> None:
+    shared = Path(broadcast_object(comm, str(tmp_path)))
+    samplers = [mpidl.data.DistributedSampler(range(n), process_group=comm) for n in (20, 24)]
+    models = [fresh(MODELS["gpt2"], seed) for seed in (0, 1)]
+    first, second = (DiLoCo(torch.optim.AdamW(m.parameters(), lr=1e-3), 4, comm) for m in models)
+    mpidl.checkpoint.save(shared, models[0], first, sampler=samplers[0], process_group=comm)
+    before = [t.clone() for t in second.held_tensors()["optimizer"]]
+    other = samplers[comm.rank == comm.size - 1]
+    with pytest.raises(mpidl.CheckpointError, match=r"sampler: .*20"):
+        mpidl.checkpoint.load(shared, models[1], second, sampler=other, process_group=comm)
+    assert all(torch.equal(a, b) for a, b in zip(before, second.held_tensors()["optimizer"], strict=True))
+    mpidl.checkpoint.load(shared, models[1], second, sampler=samplers[0], process_group=comm)
 
 
 # ---- what is refused --------------------------------------------------------------------------------------

@@ -260,6 +260,8 @@ def test_dropout_scales_what_it_keeps_and_has_its_gradient(mode: IndexedDropout)
         lambda x: F.alpha_dropout(x, 0.5, training=True),
         lambda x: F.feature_alpha_dropout(x, 0.5, training=True),
         lambda x: F.dropout2d(x, 0.5),
+        nn.RReLU(),
+        lambda x: F.rrelu(x, 0.1, 0.3, True),
         lambda x: nn.MultiheadAttention(4, 2, dropout=0.5)(x[0], x[0], x[0]),
     ],
 )

@@ -20,6 +20,7 @@ from collectives import Communicator
 from mpidl import ConfigurationError, Mesh
 from mpidl.mesh import placement
 from mpidl.tensor.trial import Trials
+from mpidl.tensor.trial_copies import BlockCopies
 from tests.mpidl.tensor.reference import largest_difference, part_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3, 4), pytest.mark.filterwarnings("ignore:Mesh")]
@@ -521,6 +522,18 @@ def test_what_fails_on_some_ranks_alone_stays_whole_on_all(comm: Communicator, m
         mpidl.parallelize(model, mesh, "auto")
         assert all(placement(p).cut is None for p in model.blocks.parameters())
         model(some(2, 5, WIDTH))
+
+
+def test_gradients_that_differ_on_one_rank_alone_are_told_on_all(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(BlockCopies, "_compare_gradients", lambda *_: "deliberate")
+    with (
+        Mesh(tp=comm.size, dp=1, comm=comm) as mesh,
+        pytest.raises(ConfigurationError, match="computes something else: deliberate"),
+    ):
+        mpidl.parallelize(made(Attention), mesh, "auto")
 
 
 def test_blocks_that_are_alike_are_tried_once(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:

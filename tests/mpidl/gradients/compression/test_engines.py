@@ -255,3 +255,26 @@ def test_another_hook_is_refused(comm: Communicator, engine: str) -> None:
         (training.called if engine == "ddp" else training.optimizer).register_comm_hook(
             None, mpidl.comm_hooks.allreduce
         )
+
+
+@pytest.mark.parametrize("method", ["int8", "topk:0.5", "powersgd:1", "dgc:0.5"])
+def test_another_default_dtype_of_torch_changes_no_bit(comm: Communicator, method: str) -> None:
+    def trained() -> torch.Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(40, 30, dtype=torch.float32)
+        called = mpidl.DistributedDataParallel(model, process_group=comm, compress=method)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        random = torch.Generator().manual_seed(comm.rank)
+        for _ in range(4):
+            called(torch.randn(5, 40, generator=random, dtype=torch.float32)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.weight.detach().clone()
+
+    expected = trained()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = trained()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
