@@ -32,6 +32,7 @@ import torch
 
 from ..digest import digest
 from ..errors import ConfigurationError
+from ..job.agreement import is_anywhere
 from ..mesh.placement import Cut
 from ..models.published import published_files
 from ..optim.elementwise_state import elementwise, is_slice, saved_state
@@ -169,6 +170,9 @@ def collect(
     hook = engine.saved_hook()
     state_of_hook = None if hook is None else hook.state_dict()
     means = {} if compressed is None else compression_state.written_means(engine)
+    unreduced = engine.gradients_per_rank
+    if engine.ddp is not None and micro_step:  # a rank that left a join early may alone have such gradients
+        unreduced = is_anywhere(engine.comm, unreduced)
     tensors = [*engine.parameters, *engine.buffers]
     for held in tensors:
         add(f"model/{held.name}", held, held.values, held.per_rank)
@@ -215,7 +219,6 @@ def collect(
             for held in engine.parameters:
                 if held.parameter in unpublished:
                     add(f"seen/{held.name}", held, engine.owned.published_values(held.parameter), False)
-    unreduced = engine.gradients_per_rank
     own["unreduced"] = unreduced
     for held in engine.parameters:
         if held.name in gradients:

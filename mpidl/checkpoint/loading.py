@@ -205,24 +205,28 @@ def _load_stateful(engine: Engine, reader: CheckpointReader, stateful: Mapping[s
     """Loads scheduler, scaler, sampler and the modules' extra states, then what averages the weights. Collective.
 
     If one raises an error, on any rank, all get their former states back. An averager's states and loading may be
-    collective, so nothing that may fail on one rank alone runs in the same step.
+    collective, so nothing that may fail on one rank alone comes before them in the same step.
     """
     about = reader.index.about
 
     def current_states() -> dict[str, tuple[Any, Any, Any]]:
         """Returns, by name, the saved state, the present one, and the function that loads one."""
-        states = {name: (about[name], *present(name, each)) for name, each in stateful.items()}
+        states = {name: states_of(name, each) for name, each in stateful.items()}
         for name, saved in about["model"].get("extra_state", {}).items():
             module = engine.extra_states[name]
-            states[name] = saved, copy.deepcopy(module.get_extra_state()), module.set_extra_state
+            before = copy.deepcopy(module.get_extra_state())
+            states[name] = read(saved, before), before, module.set_extra_state
         return states
 
-    def present(name: str, each: Any) -> tuple[Any, Any]:
-        return copy.deepcopy(state_of(name, each)), each.load_state_dict
+    def states_of(name: str, each: Any) -> tuple[Any, Any, Any]:
+        before = copy.deepcopy(state_of(name, each))
+        return read(about[name], before), before, each.load_state_dict
+
+    def read(saved: Any, before: Any) -> Any:
+        return _with_counters(json_encoding.decode(saved, reader.tensor), before)
 
     def load_all(states: Mapping[str, tuple[Any, Any, Any]]) -> None:
-        for name, (saved, before, load_into) in states.items():
-            state = _with_counters(json_encoding.decode(saved, reader.tensor), before)
+        for name, (state, _, load_into) in states.items():
             try:
                 if state or name != "scaler":  # a scaler that was not enabled has nothing to say
                     load_into(state)
@@ -233,8 +237,7 @@ def _load_stateful(engine: Engine, reader: CheckpointReader, stateful: Mapping[s
     in_turn = [run_everywhere(engine.all_ranks, current_states)]
     averager = engine.averager
     if averager is not None and "averager" in about:
-        own = run_everywhere(engine.all_ranks, lambda: present("averager", averager))
-        in_turn.append({"averager": (about["averager"], *own)})
+        in_turn.append({"averager": run_everywhere(engine.all_ranks, lambda: states_of("averager", averager))})
     begun: dict[str, tuple[Any, Any, Any]] = {}
     try:
         for states in in_turn:

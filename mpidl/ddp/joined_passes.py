@@ -1,8 +1,8 @@
 """Passes of a reducer in a `Join`: the count of ranks that contribute, and the pass of a rank without batches.
 
     rank with batches      begin_backward: tells the others | fills its buckets | end_backward: tells them
-    rank without           begin_shadow, take_gradients:    | contributes zeros | end_shadow: the same tensors are
-                           `.grad` put aside                                      `.grad` again
+    rank without           begin_shadow, take_gradients:    | contributes zeros | end_shadow: `.grad` is that
+                           `.grad` put aside                                      of before
 
 The mean is over all ranks, or over those with batches (`divide_by_initial_world_size=False`); the order of buckets is
 that of a rank with batches. Both make the same collectives, in the order of `reducer`. Outside of a `Join` this does

@@ -235,8 +235,6 @@ class Reducer:
         self.join.begin_shadow()
         self.queue.synchronise = True  # whatever the program had set as it left the block
         self.means.give_up_window()
-        if self.trained.note():  # no forward pass comes before
-            self.queue.listen(self.trained.wanted())
         self._agree_on_buckets()
         self._accumulated_before_shadow = set(self.reached.accumulated_under_no_sync)
         self.join.take_gradients(self.trained.parameters, self._accumulated_before_shadow)
@@ -254,6 +252,7 @@ class Reducer:
         self.queue.reset()
         self.queue.synchronise = self._synchronise_before_shadow
         self.reached.accumulated_under_no_sync |= self._accumulated_before_shadow
+        self._accumulated_before_shadow = set()
         self.join.end_shadow()
 
     def leave_join(self) -> None:

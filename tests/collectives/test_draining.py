@@ -74,6 +74,24 @@ def test_a_drain_hook_that_raises_is_not_run_again(comm: Communicator) -> None:
         group.barrier()
 
 
+@pytest.mark.ranks(2, 3, 4)
+def test_a_group_whose_drain_hook_raises_on_one_rank_is_closed_by_a_second_call_there(comm: Communicator) -> None:
+    group = comm.duplicate()
+
+    def hook() -> None:
+        if comm.rank == 0:
+            raise FloatingPointError("deliberate")
+
+    register_drain_hook(group, hook)
+    if comm.rank == 0:
+        with pytest.raises(FloatingPointError):
+            group.close()
+    group.close()
+    comm.barrier()
+    with pytest.raises(OperationError, match="it was closed"):
+        group.barrier()
+
+
 def test_the_watchdog_sees_no_wait_of_a_rank_that_is_exempt(comm: Communicator) -> None:
     inside: list[bool] = []
     with comm.duplicate() as group:

@@ -156,7 +156,7 @@ class OneBitAdam(FreezingOptimizer):
     def _exchange_momenta(self, step: int) -> None:
         """A step after the freeze."""
         self._mask_errors()
-        scratch = torch.empty(CHUNK, device=self._buckets[0].device)
+        scratch = torch.empty(CHUNK, dtype=torch.float32, device=self._buckets[0].device)
         exchanges = [self._exchange_momentum(bucket, step, scratch) for bucket in self._buckets]
         for bucket, exchange in zip(self._buckets, exchanges, strict=True):
             exchange.wait()

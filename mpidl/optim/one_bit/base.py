@@ -326,7 +326,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._left_out.clear()
         self._has_errors = self._has_error_feedback and any(ERROR in entry for entry in self.state.values())
         for bucket in self._buckets:
-            mean = torch.zeros(bucket.layout.padded, device=bucket.device)
+            mean = torch.zeros(bucket.layout.padded, dtype=torch.float32, device=bucket.device)
             for number, (p, error) in enumerate(zip(bucket.parameters, bucket.views_of(mean), strict=True)):
                 loaded = self.state.get(p, {})
                 for key in self.keys:

@@ -50,7 +50,7 @@ class MessageErrors:
 
     def __init__(self, layout: SectionLayout, device: torch.device, has_error_feedback: bool) -> None:
         self.layout = layout
-        self.values = torch.zeros(layout.size, device=device) if has_error_feedback else None
+        self.values = torch.zeros(layout.size, dtype=torch.float32, device=device) if has_error_feedback else None
         self.mask(None)
 
     def clear(self) -> None:

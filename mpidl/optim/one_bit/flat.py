@@ -53,7 +53,7 @@ class FlatBucket:
     def array(self, key: str) -> torch.Tensor:
         """The array of a state, of zeros where it is new."""
         if key not in self.arrays:
-            self.arrays[key] = torch.zeros(self.layout.padded, device=self.device)
+            self.arrays[key] = torch.zeros(self.layout.padded, dtype=torch.float32, device=self.device)
             self.views[key] = self.views_of(self.arrays[key])
         return self.arrays[key]
 

@@ -152,7 +152,7 @@ class ZeroOneAdam(OneBitOptimizer):
         self._mask_errors()
         started = []
         for bucket in self._buckets:
-            array = torch.zeros(bucket.layout.padded, device=bucket.device)
+            array = torch.zeros(bucket.layout.padded, dtype=torch.float32, device=bucket.device)
             torch._foreach_copy_(bucket.views_of(array), _filled(bucket))
             started.append((bucket, array, self._start_exchange(bucket, array)))
         for bucket, array, exchange in started:
@@ -262,4 +262,4 @@ class ZeroOneAdam(OneBitOptimizer):
 def _filled(bucket: FlatBucket) -> list[torch.Tensor]:
     """The gradients, zeros where there is none."""
     pairs = zip(bucket.parameters, bucket.gradients(), strict=True)
-    return [torch.zeros(p.shape, device=p.device) if g is None else g for p, g in pairs]
+    return [torch.zeros(p.shape, dtype=torch.float32, device=p.device) if g is None else g for p, g in pairs]

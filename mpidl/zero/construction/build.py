@@ -318,7 +318,7 @@ def _check(
         offloaded = of_world(
             lambda: OffloadedOptimizer(group, settings_of_offload, optimizer_class, kwargs, groups, halves, place)
         )
-    of_world(lambda: initial_values.check(world))
+    of_world(lambda: initial_values.check(world, with_tp))
     return group, _AgreedPlan(
         groups=groups,
         place=place,

@@ -47,13 +47,15 @@ class WeightFiles:
         self._files = ModelFiles(path, names, rename, missing or (lambda _: False))
         self.tensors = self._files.tensors
 
-    def check(self, comm: Communicator) -> None:
+    def check(self, comm: Communicator, with_tp: Communicator) -> None:
         """Raises on every rank if the ranks' files lack other names, or a tied tensor has several values. Collective.
 
         ModelMismatch, and ConfigurationError. Of a tensor under several names each rank compares an even part.
+
+        with_tp: the ranks of `comm` and all ranks of tp of each; names are compared over these.
         """
         lacking = [names[0] for tensor, names in self._files.names.items() if tensor not in self.tensors]
-        check_settings_agree(comm, "weights", {"missing names": lacking})
+        check_settings_agree(with_tp, "weights", {"missing names": lacking})
         check_everywhere(comm, lambda: self._files.check_ties(comm.rank, comm.size))
 
     def fill(self, targets: Targets) -> None:

@@ -119,13 +119,13 @@ class InitialValues:
     def _loaded(self) -> set[torch.Tensor]:
         return set() if self._files is None else self._files.tensors
 
-    def check(self, comm: Communicator) -> None:
+    def check(self, comm: Communicator, with_tp: Communicator) -> None:
         """Raises on every rank for files or recordings that differ over the ranks, or a tied tensor of several values.
 
         ModelMismatch, and ConfigurationError. Collective.
         """
         if self._files is not None:
-            self._files.check(comm)
+            self._files.check(comm, with_tp)
         digests = {f"recording {n}": recording.tape.digest() for n, recording in enumerate(self._recorded)}
         check_settings_agree(comm, "model (deferred_init)", digests)
 

@@ -24,7 +24,7 @@ def load_safetensors(
     flush(parts)
     names = parts.names.tensors(parts.model)
     files = check_everywhere(parts.with_tp, lambda: WeightFiles(path, rename, missing, names))
-    check_everywhere(parts.with_tp, lambda: files.check(parts.comm))
+    check_everywhere(parts.with_tp, lambda: files.check(parts.comm, parts.with_tp))
     if files.tensors.issuperset(names.values()):
         parts.guard.put_back()
     else:

@@ -124,7 +124,10 @@ def try_group(made: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
 
 def _on_single_elements(group: Mapping[str, Any]) -> dict[str, Any]:
     dimensions = sorted({p.dim() for p in group["params"]})
-    return {**group, "params": [torch.nn.Parameter(torch.zeros((1,) * number)) for number in dimensions]}
+    return {
+        **group,
+        "params": [torch.nn.Parameter(torch.zeros((1,) * number, dtype=torch.float32)) for number in dimensions],
+    }
 
 
 def _refuse_differentiable(group: Mapping[str, Any]) -> None:

@@ -102,6 +102,22 @@ def test_ddp_and_stage_1_train_the_same(comm: Communicator, name: str) -> None:
 
 
 @pytest.mark.mpi
+@engines
+@classes
+def test_another_default_dtype_of_torch_changes_no_bit(comm: Communicator, engine: str, name: str) -> None:
+    models, found = [Slopes(), Slopes()], []
+    for model, dtype in zip(models, (torch.float32, torch.float64), strict=True):
+        torch.set_default_dtype(dtype)
+        try:
+            training = Training(comm, engine, CLASSES[name][0], model, lr=0.01, **CLASSES[name][1])
+            training.run(0, 12)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append(training.weights())
+    assert torch.equal(*found)
+
+
+@pytest.mark.mpi
 @classes
 def test_passes_under_no_sync_may_leave_out_buckets(comm: Communicator, name: str) -> None:
     """Each bucket has one parameter. A pass that leaves some out gives the bits of one with zeros for them."""
