@@ -86,13 +86,14 @@ def _published(path: Path, engine: Engine, names: Callable[[str], str | None]) -
                     entry.slices.append(index.StoredSlice(name, key, 0, entry.count, []))
                     content.tensors[f"model/{own}"] = entry
     found = {name.removeprefix("model/") for name in content.tensors}
-    twice = {name for name, first in engine.join.tied.items() if name in found and first in found}
+    ties = engine.join.tied
+    twice = {name for name, first in ties.items() if name in found and first in found}
     with CheckpointReader(content) as reader:
         for name in sorted(twice):
-            if not torch.equal(reader.tensor(f"model/{name}"), reader.tensor(f"model/{engine.join.tied[name]}")):
-                raise CheckpointError(f"{path}: {name} differs from {engine.join.tied[name]}; here they are one tensor")
+            if not torch.equal(reader.tensor(f"model/{name}"), reader.tensor(f"model/{ties[name]}")):
+                raise CheckpointError(f"{path}: {name} differs from {ties[name]}; here they are one tensor")
     # Further names of shared tensors that the files hold under another of the model's names.
-    tied = {first: name for name, first in engine.join.tied.items() if name in found and first not in found}
+    tied = {first: name for name, first in ties.items() if name in found and first not in found}
     about = {"class": f"the weights in {path}", "parameters": sorted(found - twice), "buffers": [], "tied": tied}
     content.about.update(model=about, ranks=1, micro_step=0, own=[{}])
     return content
