@@ -126,7 +126,7 @@ def draw(training: Rows, collectives: Rows, path: Path) -> None:
     )
     about = f"GPT-2, {first['params'] / 1e6:.0f} M parameters, {first['ranks']} ranks"
     bars(times, rows, "step_ms", f"{about}: ms a step", "{:.0f}")
-    bars(memory, [{**row, "gib": row["node_mib"] / 1024} for row in rows], "gib", "memory of the node: GiB", "{:.1f}")
+    bars(memory, [{**row, "gib": row["node_mib"] / 1024} for row in rows], "gib", "peak memory, node: GiB", "{:.1f}")
     times.invert_yaxis()
     memory.invert_yaxis()
     memory.set_yticks([])

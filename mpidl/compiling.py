@@ -1,8 +1,8 @@
 """Support of torch.compile: functions that it must not compile, and the plain model inside a compiled one.
 
 `torch.compiler.disable` imports the compiler where it decorates, which doubles the time of `import mpidl`; `uncompiled`
-does so when what it has decorated is first called, as in torch's own optimizers. It makes a reference cycle with what
-it decorates. So functions that are made for each engine use torch.compiler.disable, and are freed with the engine.
+does so when what it has decorated is first called, as in torch's own optimizers. `uncompiled` makes a reference cycle
+with what it decorates. So functions that are made for each engine use torch.compiler.disable, and are freed with it.
 """
 
 from typing import Any

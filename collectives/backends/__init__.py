@@ -7,7 +7,7 @@
     meeting     where the ranks of a node write what they are about to do, and wait for each other
     symmetric/  "symmetric": one copy, inside a node
     symmetric_or_mpi
-                "symmetric_or_mpi": the two by turns, as the arrays of all ranks lie
+                "symmetric_or_mpi": symmetric if the arrays of all ranks are symmetric, else mpi
     hierarchical/
                 "hierarchical": symmetric inside nodes, a schedule between them
     cuda/       all operations on GPU arrays; their work on the host uses the other backends

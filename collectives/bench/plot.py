@@ -41,8 +41,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     from matplotlib import pyplot
 
     ops = list(dict.fromkeys(row.op for row in rows))
-    figure, axes = pyplot.subplots(2, len(ops), figsize=(4.5 * len(ops), 7), sharex=True, squeeze=False)
+    size = (4.5 * len(ops), 7.5)
+    figure, axes = pyplot.subplots(2, len(ops), figsize=size, sharex=True, squeeze=False, layout="constrained")
     colours: dict[str, str] = {}
+    shown: dict[str, object] = {}  # by its label, a line for the legend
     for column, op in enumerate(ops):
         lines = rows_to_draw([row for row in rows if row.op == op])
         differing = [place for place, values in enumerate(zip(*lines, strict=True)) if len(set(values)) > 1] or [0]
@@ -55,14 +57,14 @@ def plot(rows: Sequence[Row], path: Path) -> None:
                 "label": label,
             }
             for axis, attribute in ((axes[0][column], "time_us"), (axes[1][column], "busbw_gbs")):
-                axis.loglog([r.bytes for r in points], [getattr(r, attribute) for r in points], **style)
+                (line,) = axis.loglog([r.bytes for r in points], [getattr(r, attribute) for r in points], **style)
+                shown.setdefault(label, line)
         axes[0][column].set_title(f"{op}, {rows[0].ranks} ranks, {', '.join(dict.fromkeys(r.dtype for r in rows))}")
-        axes[0][column].legend(fontsize=8)
         axes[1][column].set_xlabel("bytes")
         for axis in axes[:, column]:
             axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("time, us")
     axes[1][0].set_ylabel("busbw, GB/s")
-    figure.tight_layout()
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=80)
     pyplot.close(figure)

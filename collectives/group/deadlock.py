@@ -1,6 +1,6 @@
-"""Finds ranks that wait for each other in two communicators.
+"""Finds ranks that wait for each other in two Communicators.
 
-    rank 0   in "gather units" of one communicator, to which rank 1 has not come
+    rank 0   in "gather units" of one Communicator, to which rank 1 has not come
     rank 1   in "barrier" of another one, to which rank 0 has not come
 
 Ranks of one node see each other's positions; those of others are asked of their watchdogs.

@@ -1,7 +1,7 @@
-"""Progress thread of a communicator, in which its asynchronous operations run in the order of their issue.
+"""Progress thread of a Communicator, in which its asynchronous operations run in the order of their issue.
 
 `Progress.submit` starts the thread, `mpidl-progress`, with the first operation that has `async_op` or a `timeout`.
-`Progress.close` ends it, once what is queued has run; at the end of the program it is called for every communicator.
+`Progress.close` ends it, once what is queued has run; at the end of the program it is called for every Communicator.
 
 Order of issue is order of execution, on every rank, so no operation can overtake another and none can deadlock by
 reordering. A synchronous operation runs in the caller's thread when nothing is queued, else it takes its turn. Where
@@ -109,7 +109,7 @@ class Work:
 
 
 class Progress:
-    """The queue of one communicator and the thread that works it off; the thread starts with the first task.
+    """The queue of one Communicator and the thread that works it off; the thread starts with the first task.
 
     The thread that runs an operation has the turn: the progress thread, or a caller for whom nothing is queued. The
     progress thread takes it before it takes a task off the queue, so that an empty queue and a free turn mean that

@@ -6,13 +6,15 @@ each group that this process is in. It waits for no rank: it asks other nodes, a
 added to an operation but the few bytes that it writes there anyway. At each look the thread also writes there what the
 program does (`program`), for the reports.
 
-    waiting too long        the lowest rank that waits reports, with what every rank is in, and aborts the job
+    waiting too long        of the ranks in the earliest operation the lowest that is not silent reports, with what
+                            every rank is in, and aborts the job
     being waited for        the late rank prints where its program is, so that the output shows the report's cause too
     mismatch                ranks at the same number are in different operations, or the operator, dtype, size or
                             algorithm differs: the report says which ranks are in which
-    waiting for a rank      that has come to the end of its program, which is hopeless: reported at once; the job ends
-                            with that rank's exit status, if it is known and not 0. A rank that has left an operation by
-                            an exception counts as one that has not come to it.
+    waiting for a rank      of this node that has come to the end of its program, which is hopeless: reported at the
+                            second look, or after 10 s of waiting for a message; the job ends with that rank's exit
+                            status, if it is known and not 0. A rank that has left an operation by an exception counts
+                            as one that has not come to it.
 
 A rank that is stopped in the middle of an operation has arrived like all the others. It is recognised by its own
 watchdog, whose looks write a beat on its node's page: the report names the ranks whose beat has ceased. A process that

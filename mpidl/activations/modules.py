@@ -1,7 +1,8 @@
 """Adds checkpoints to a model that is not written for them: the `forward` of its blocks is called through `checkpoint`.
 
 The modules stay what they are and where they are, so that names in state_dict, hooks and the units of ZeRO do not
-change. What hooks a block has run outside its checkpoint, once: ZeRO-3 gathers a block, which then runs again.
+change. The hooks of a block run outside its checkpoint, and once: in backward ZeRO-3 has gathered the block before it
+runs again.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Two jobs in one directory would remove each other's older checkpoints, and what 
 it behind unlocked. Reading needs no lock.
 
 Threads of the program take and release locks, those that write in the background none; `_HELD_LOCK` guards changes
-of the table, and no other lock is taken inside.
+of the table. No other lock of threads is taken inside; the file's is waited for up to 5 s.
 """
 
 from __future__ import annotations

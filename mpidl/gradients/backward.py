@@ -4,7 +4,7 @@ autograd has no event for either. The pass begins when the gradient of the model
 that do not come from the output, the first gradient of a parameter), and a callback queued then runs when the whole
 pass is over. Passes nested in it, as re-entrant activation checkpoints start them, belong to it.
 
-`PassPhases` has a function for each phase, in the order in which they run:
+`PassPhases` has functions for each phase, in the order in which they run:
 
     phase      when                           DDP                            ZeRO
     begun      the pass begins                agree on what trains           (agree)
@@ -16,6 +16,8 @@ pass is over. Passes nested in it, as re-entrant activation checkpoints start th
                                               .grad, broadcast buffers,
                                               raise for missed parameters
     finished   after `reduced`                                               show .grad
+    abandoned  an exception has cut the       wait for what is in flight     the same, release units
+               pass short
 
 ZeRO agrees as a pass begins only with `step_in_backward`, and broadcasts buffers in `step()`. In `reached` it waits for
 its oldest reduction where a bucket needs a buffer and none is free; all other waits for reductions are in `reduced`.

@@ -1,8 +1,8 @@
-"""A pool of duplicates of process groups: a Communicator of its own for every engine that needs one.
+"""A pool of duplicates of Communicators: one of its own for every engine that needs one.
 
-Buckets of two wrappers, or of a wrapper and of synchronised norms, may fill in a different order on each rank, and
-units are gathered while buckets fill; on one Communicator the ranks would then meet in different operations. Duplicates
-stay in the pool and are used again, as MPI libraries offer a limited number.
+Buckets of two engines may fill in a different order on each rank, and units are gathered while buckets fill; on one
+Communicator the ranks would then meet in different operations. Duplicates stay in the pool and are used again, as MPI
+libraries offer a limited number.
 
 `take` and `PooledCommunicator.take` are collective, in the thread of the program; `give_back` is local, and may come at
 any time, as from the garbage collector.
@@ -20,7 +20,7 @@ from collectives.draining import exempt_from_watchdog, register_drain_hook
 
 
 class PooledCommunicator:
-    """A duplicate of a process group.
+    """A duplicate of a Communicator.
 
     comm: the duplicate.
     free: whether no engine of this rank uses it.

@@ -168,8 +168,9 @@ def estimate(
     prefetch: units of stage 3 that may be whole ahead of the one that computes, over several nodes.
     compress_parameters: as of ZeroOptimizer, in stage 3 over several nodes.
 
-    In stage 3 inside one node nothing is gathered, since the node holds one copy of the parameters; over several nodes
-    the whole units lie once in each node, the rank's share of which is counted. Padding to cache lines is not counted.
+    In stage 3 on the CPUs of one node, or on one GPU, nothing is gathered, since the ranks share one copy of the
+    parameters; over several nodes the whole units lie once in each node, the rank's share of which is counted. Padding
+    to cache lines is not counted.
     Raises ConfigurationError.
     """
     _check(ranks, nodes, stage, dtype, reduce_dtype, offload, activations, unit, bucket_cap_mb, prefetch)

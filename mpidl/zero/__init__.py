@@ -13,7 +13,7 @@
     optimizer        ZeroOptimizer, what a user calls: a facade over `optimizer_parts`, made by `construction.build`
     methods/         what its methods do: step, clip, states, load, unfreeze, unwrap
     construction/    checks arguments, cuts the model, gives values to models larger than a rank
-    parameters/      where they live: `replicated` (1, 2), `node_shared` (3 on a node), `sharded` (3 over nodes)
+    parameters/      where they live: `replicated` (1, 2), `node_shared` (3 in shared memory), `sharded` (3 elsewhere)
     gradients/       reduces each bucket to this rank's shard, and shows it as `.grad`
     stepping/        the inner optimizer's step on slices or whole parameters; fp32 masters of 16-bit parameters
     states/          whole states from shards and back, and what this rank owns

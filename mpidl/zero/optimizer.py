@@ -73,8 +73,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     units: what stage 3 gathers at a time (`zero.parameters.units.cut_into_units`).
     precision: the dtypes of parameters and of the reduction, in place of the model's own (`zero.Precision`).
     bucket_cap_mb: size of the gradient buckets of stages 1 and 2, in MiB.
-    share_in_node: if all ranks are on one node, stage 3 keeps one copy of the parameters in memory that they share, and
-        gathers nothing. Weights then change in the step and inside `gathered` alone. False: as over several nodes.
+    share_in_node: if all ranks are on one node, on CPUs or on one GPU, stage 3 keeps one copy of the parameters in
+        memory that they share, and gathers nothing. Weights then change in the step and inside `gathered` alone. False:
+        as over several nodes. Ranks with GPUs of their own gather in any case.
     reshard_after_forward: where stage 3 gathers, release a unit between its forward and its backward pass. False: it
         stays whole, for fewer bytes sent and more in memory.
     prefetch: where stage 3 gathers, how many units may be gathered ahead of the one that computes, for slow networks;

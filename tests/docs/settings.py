@@ -131,6 +131,7 @@ def my_part_of_each_batch(rank, size):
     "training-6": BATCH,
     "training-7": BATCH,
     "training-8": BATCH,
+    "training-9": BATCH,
     "zero-1": ZERO,
     "zero-2": BATCH + TINY_GPT2,
     "zero-3": BATCH + "model, precision = MyModel(), mpidl.Precision(torch.bfloat16, reduce_dtype=torch.float32)\n",
@@ -160,9 +161,11 @@ AFTER = {
     "zero-5": "assert (set(whole) == set(MyModel().state_dict())) == (comm.rank == 0)",
     "training-6": "for _ in range(50):\n    model(x).sum().backward()\n    optimizer.step()\n"
     + "assert optimizer.averager.steps == 50 and len(optimizer.outer.state) == len(list(model.parameters()))",
-    "training-7": "for _ in range(3):\n    model(x).sum().backward()\n    optimizer.step()\n"
+    "training-7": "for _ in range(104):\n    model(x).sum().backward()\n    optimizer.step()\n"
+    + "assert averager.steps == 104",
+    "training-8": "for _ in range(3):\n    model(x).sum().backward()\n    optimizer.step()\n"
     + "assert together.steps == optimizer.averager.steps == 3",
-    "training-8": "model(x).sum().backward()\noptimizer.step()\nassert 'q' in optimizer.state[matrices[0]]",
+    "training-9": "model(x).sum().backward()\noptimizer.step()\nassert 'q' in optimizer.state[matrices[0]]",
     "training-1": "assert (set(whole) == set(MyModel().state_dict())) == (comm.rank == 0)",
 }
 

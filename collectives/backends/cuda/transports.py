@@ -4,7 +4,7 @@
     aware    the MPI library takes device addresses
     staged   through host memory: always
 
-Each transport is tried once a group, by a transfer whose result is checked. `auto` takes for an operation the first
+`ipc` and `aware` are tried once a group, by a transfer whose result is checked. `auto` takes for an operation the first
 that serves all pairs of the group; or, where ipc serves islands of ranks, such as hosts, ipc inside of each and
 another transport between them (`levels`). MPIDL_CUDA names one transport instead, the same on every rank.
 """

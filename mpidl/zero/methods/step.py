@@ -18,7 +18,8 @@ where it exchanges bits (OneBitAdam). With `offload` and in steps on whole param
 succeeded. An error of a step on slices is this rank's alone: it ends the job, or, if the program catches it, the others
 wait until their watchdogs end it.
 
-All of it runs in the thread that calls `step()`. A reason on one rank is an error on all, before anything is changed.
+All of it runs in the thread that calls `step()`. A reason on one rank is an error on all, before anything is changed;
+inside `gathered`, where all ranks are, each raises by itself.
 With `step_in_backward` the pass has made the step (`stepping.backward_steps`); `step()` ends it, and broadcasts the
 buffers.
 """

@@ -35,13 +35,13 @@ class Gradient:
 class OffloadedSlice(Slice):
     """A Slice that an OffloadedOptimizer steps on.
 
-    make_master: gives the memory for a master in the file, from a slice and its dtype; None: in CPU memory.
+    make_master: gives the memory for a master in the storage, from a slice and its dtype; None: in CPU memory.
     delayed: new values are seen when `publish` is called.
     to_host, to_device: copy from and to where the parameters lie.
 
     index: of the parameter in the shard.
     on_accelerator: the parameters are.
-    in_file: the master is there.
+    in_file: the master lies in the storage.
     gradient: what `attach` gave, in the dtype and on the device of the reduction.
     """
 

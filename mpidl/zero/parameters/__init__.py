@@ -2,8 +2,8 @@
 
     strategy            the interface of the three, and the order of its calls; read it first
     replicated          stages 1 and 2: whole on every rank
-    node_shared         stage 3 on one node: one copy in shared memory
-    sharded             stage 3 over several nodes: units are gathered while they compute
+    node_shared         stage 3 on one node, on CPUs or on one GPU: one copy in shared memory
+    sharded             stage 3 elsewhere: units are gathered while they compute
 
     units               cuts a model into units
 

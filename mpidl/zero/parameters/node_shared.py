@@ -1,4 +1,4 @@
-"""Stage 3 on one node: the parameters lie in memory that all ranks share; each rank updates its shard.
+"""Stage 3 on one node, on CPUs or one GPU: parameters in memory that all ranks share; each rank updates its shard.
 
     shared memory   [ unit 0 | unit 1 | ... ]      one copy for the node: the model's parameters are views of it
     rank 0 updates  [ ##     | ##     | ... ]      each rank's optimizer writes its shard of each unit, in place;

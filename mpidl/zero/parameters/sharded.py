@@ -1,4 +1,4 @@
-"""Stage 3 over several nodes: a rank holds a shard of every parameter, and units are whole while they compute.
+"""Stage 3 over several nodes or GPUs: a rank holds a shard of every parameter, and units are whole while they compute.
 
     unit i      forward:   unshard -> compute -> reshard          unit i + 1 is prefetched meanwhile
                 backward:  unshard -> compute -> reshard          unit i - 1 is prefetched meanwhile

@@ -1,7 +1,8 @@
 """A forward pass through a unit, followed into its backward pass by hooks on its outputs and inputs.
 
     the gradient of an output arrives       its backward pass begins: the unit is gathered
-    those of all its inputs have arrived    its backward pass has ended: the unit may be released
+    those of all its inputs have arrived    its backward pass has ended: the unit may be released. Inputs are watched
+                                            where the unit has frozen parameters; else their gradients tell it
 
 Where an output is another unit's input, one hook calls both. The graph keeps the hooks, and they keep no engine.
 """
