@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .measurement import Row
 from .operations import OPERATIONS
@@ -44,7 +45,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     size = (4.5 * len(ops), 7.5)
     figure, axes = pyplot.subplots(2, len(ops), figsize=size, sharex=True, squeeze=False, layout="constrained")
     colours: dict[str, str] = {}
-    shown: dict[str, object] = {}  # by its label, a line for the legend
+    shown: dict[str, Any] = {}  # by its label, a line for the legend
     for column, op in enumerate(ops):
         lines = rows_to_draw([row for row in rows if row.op == op])
         differing = [place for place, values in enumerate(zip(*lines, strict=True)) if len(set(values)) > 1] or [0]
