@@ -55,7 +55,6 @@ def plot(rows: Sequence[Row], path: Path) -> None:
                 "color": colours.setdefault(label, f"C{len(colours) % 10}"),
                 "linestyle": "--" if points[0].buffer == "symmetric" else "-",
                 "marker": {"cold": "x", "fresh": "+"}.get(points[0].cache, "."),
-                "label": label,
             }
             for axis, attribute in ((axes[0][column], "time_us"), (axes[1][column], "busbw_gbs")):
                 (line,) = axis.loglog([r.bytes for r in points], [getattr(r, attribute) for r in points], **style)
